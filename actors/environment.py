@@ -38,6 +38,11 @@ from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 logger = logging.getLogger(__name__)
 
 
+REQUEST_SHARE = 1 / 6
+"""Of ``environment.episode_timeout``: seconds for one generation request, after which the engine counts as lost and the turn is
+generated elsewhere. So several engines can be lost within one episode."""
+
+
 class EnvironmentActor(Actor):
     """Never chooses an engine: it is given a lease, and asks the driver for another when that one's engine is lost."""
 
@@ -75,7 +80,7 @@ class EnvironmentActor(Actor):
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
         first = FirstTurn(len(requests), self._images) if len(requests) > 1 and self._settings.max_turns == 1 else None
-        timeout = self._settings.request_timeout
+        timeout = self._timeout * REQUEST_SHARE
         engines = [LeasedEngine(request, lease, driver, timeout, self._images, first) for request in requests]
         prompts = FirstPrompts(self._renderer)
         episodes = (self._episode(_own(one), engine, prompts) for one, engine in zip(requests, engines, strict=True))

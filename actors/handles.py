@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import ray
 
 from rayloop.actors.base import GROUPS
-from rayloop.core.references import Ref
+from rayloop.core.types import Ref
 
 A = TypeVar("A")
 A_co = TypeVar("A_co", covariant=True)

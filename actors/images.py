@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from rayloop.core.cache import Cache
 from rayloop.core.failures import InfrastructureFailure
+from rayloop.core.threads import Cache
 from rayloop.core.types import ImagesSent, PromptImage, TokenPrompt
 
 R = TypeVar("R")

@@ -11,7 +11,7 @@ from ray.exceptions import RayTaskError
 
 from rayloop.actors.fates import cause, object_lost
 from rayloop.core.failures import WorkerSpent
-from rayloop.core.references import Ref
+from rayloop.core.types import Ref
 
 T = TypeVar("T")
 

@@ -14,9 +14,8 @@ from rayloop.actors.base import Actor
 from rayloop.actors.lost import fetch
 from rayloop.core.files import Checksum, appears
 from rayloop.core.protocols import Manifest, TrainItem
-from rayloop.core.references import Ref
-from rayloop.core.types import Trajectory, TrajectoryId, Version
-from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
+from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training.heap import grow_segments
 from rayloop.grpo.settings import LossSettings
 from rayloop.transports.seam import Sender
@@ -91,7 +90,7 @@ class PolicyRank(Actor):
         from rayloop.engines.training.sharding import meeting_place
 
         host = ray.util.get_node_ip_address()
-        self._meeting = meeting_place((host, 0), self.settings.engine.collective_timeout, first=True)
+        self._meeting = meeting_place((host, 0), COLLECTIVE_TIMEOUT, first=True)
         return host, self._meeting.port
 
     def join(self, meeting: Address | str) -> None:
@@ -107,7 +106,7 @@ class PolicyRank(Actor):
         s = self.settings
         where = meeting
         if not isinstance(meeting, str):
-            where = self._meeting or meeting_place(meeting, s.engine.collective_timeout, first=False)
+            where = self._meeting or meeting_place(meeting, COLLECTIVE_TIMEOUT, first=False)
         self.engine = FsdpEngine(
             s.model, s.engine, s.optimizer, s.loss,
             rank=self.rank, world_size=self.world_size, init_method=where, seed=s.seed,

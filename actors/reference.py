@@ -9,8 +9,7 @@ from typing import Any
 
 from rayloop.actors.base import Actor
 from rayloop.actors.lost import fetch
-from rayloop.core.references import Ref
-from rayloop.core.types import Trajectory
+from rayloop.core.types import Ref, Trajectory
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 
 Annotation = tuple[list[int], *tuple[Any, ...]]

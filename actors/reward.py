@@ -19,10 +19,8 @@ from rayloop.core.failures import ConfigError, DataFailure, DeadlineExceeded, In
 from rayloop.core.groups import Group, Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.references import Ref
-from rayloop.core.threads import hanging, in_thread
-from rayloop.core.tracebacks import own_frames
-from rayloop.core.types import EndReason, Task, Trajectory
+from rayloop.core.threads import hanging, in_thread, own_frames
+from rayloop.core.types import EndReason, Ref, Task, Trajectory
 from rayloop.rewards.functions import around, as_source
 from rayloop.rewards.outcomes import as_outcome, as_outcomes
 from rayloop.rewards.settings import RewardSettings
@@ -112,7 +110,7 @@ class RewardActor(Actor):
                 ids = ", ".join(str(trajectory.id) for trajectory in trajectories)
                 logger.warning("the grader failed on %s of task %s", ids, task.id, exc_info=error)
                 errors.append(error)
-                if isinstance(error, DeadlineExceeded) and self._settings.on_error == "exclude":
+                if isinstance(error, DeadlineExceeded) and not self._settings.fails:
                     break  # asking again could only cost another thread
         return [self._failed(errors)] * len(trajectories)
 
@@ -122,13 +120,13 @@ class RewardActor(Actor):
         reason = f"{self._settings.source.use}: {_last_line(last)}"
         if isinstance(last, DeadlineExceeded):
             client = bool(getattr(self._source, "infrastructure", False))  # what it asks may have hung it
-            if self._settings.on_error == "fail" and not client and type(errors[0]) is type(last):
+            if self._settings.fails and not client and type(errors[0]) is type(last):
                 return Scored(self._settings.failing_value, flags=("grader_timeout",))
             return Unscored(UnscoredKind.TIMEOUT, reason)
         trace = own_frames(last)[-TRACE:]
         if isinstance(last, self._around) or type(errors[0]) is not type(last):
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, reason, trace)
-        if self._settings.on_error == "fail":
+        if self._settings.fails:
             return Scored(self._settings.failing_value, flags=("grader_error",), trace=trace)
         return Unscored(UnscoredKind.GRADER_ERROR, reason, trace)
 

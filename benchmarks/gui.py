@@ -24,7 +24,7 @@ from rayloop.cluster.driver_actor import DriverActor
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import EngineHealth, Manifest, Observation, StepResult
 from rayloop.core.types import Completion, FinishReason, ImageSource, Message, Sampling, Task, TokenPrompt, Version
-from rayloop.run.step_metrics import Collected
+from rayloop.run.records.step_metrics import Collected
 
 FASTEST, SLOWEST = 0.05, 5.0
 """Seconds of a step."""

@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.measure import BenchFailed, machine, rollup
 from rayloop.config.settings import load
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 
 EVERY = 0.2
 """Seconds between two looks at the run."""

@@ -35,7 +35,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group
 from rayloop.core.protocols import EngineHealth, Manifest, Observation, StepResult
 from rayloop.core.types import Completion, FinishReason, ImageSource, Message, Sampling, Task, TokenPrompt, TrajectoryId, Version
-from rayloop.run.step_metrics import Collected
+from rayloop.run.records.step_metrics import Collected
 
 WIDTH = 640
 """Pixels of a screen from left to right."""

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.measure import machine
 from benchmarks.scale import LATENCIES
 from rayloop.grpo.balance import Groups, MemberLength, fullest, packed, shares
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

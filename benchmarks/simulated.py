@@ -23,7 +23,7 @@ from rayloop.core.groups import Group, Outcome, Scored
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
-from rayloop.run.step_metrics import Collected
+from rayloop.run.records.step_metrics import Collected
 from rayloop.transports.seam import WeightUpdate
 
 NOT_FINAL = ("issued", "in_flight", "ready", "attempts", "replayed")

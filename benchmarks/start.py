@@ -22,7 +22,7 @@ from benchmarks.measure import BenchFailed, machine
 from benchmarks.processes import EVERY, Tree
 from benchmarks.step import Shape, add_shape, prepare
 from rayloop.core.failures import ConfigError
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 
 LIMIT = 600.0
 """Seconds after which a run without a first step is given up."""

@@ -31,7 +31,7 @@ from rayloop.engines.settings import Dtype
 from rayloop.estimate.shape import read_shape
 from rayloop.launch.ray_variables import private_cluster
 from rayloop.run.config import RunConfig
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 
 PEER = Path(__file__).parent / "peers" / "trl_step.py"
 """Runs in the environment that has TRL."""
@@ -148,7 +148,7 @@ def prepare(shape: Shape, engine: str, folder: Path) -> Path:
     write_rows(folder / "rows.jsonl", shape)
     _plain_prompts(shape.model, folder / "model")
     length, batch = shape.completion, shape.prompts * shape.group
-    own = {"threads": shape.threads, "max_batch": batch} if engine == "transformers" else {"max_sequences": batch}
+    own = {"threads": shape.threads, "max_sequences": batch} if engine == "transformers" else {"max_sequences": batch}
     values = {
         "name": "run",
         "output": str(folder),

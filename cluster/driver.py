@@ -28,12 +28,10 @@ from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.roles.pool import ATTEMPTS
 from rayloop.cluster.roles.services import TrainingServices
 from rayloop.core import incidents
-from rayloop.core.background import background, decisive
-from rayloop.core.deadlines import until_stopped
+from rayloop.core.deadlines import Timings, background, decisive, timed, until_stopped
 from rayloop.core.failures import GenerationBudgetSpent, GraderBroken, PolicyLost, Preempted, RayloopError
 from rayloop.core.groups import Group
 from rayloop.core.ledger import Ledger
-from rayloop.core.timings import Timings, timed
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
@@ -41,15 +39,17 @@ from rayloop.grpo.filters.table import build_filters
 from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.ready import without
 from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin
-from rayloop.run.config import RunConfig, wasteful
+from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
 from rayloop.run.identity import about, changes
-from rayloop.run.preflight import schedule_over
+from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter
 from rayloop.run.rows import held_out_rows, training_rows
-from rayloop.run.step_metrics import Collected
 from rayloop.view.words import quoted
+
+REFERENCE_SHARE = 1 / 6
+"""Of ``policy.step_timeout``: the reference computes the log-probs of one group, a small part of a step."""
 
 
 class Driver:
@@ -79,7 +79,7 @@ class Driver:
         self.saving = Saving(self.checkpoints, reporter.event, beside=beside, timeout=within)
         self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter)
         self.filters = build_filters(config.algorithm.filtering.filters)
-        warnings = (on_training_rows(config), never_evaluated(config), wasteful(config), schedule_over(config))
+        warnings = (on_training_rows(config), never_evaluated(config))
         for why in filter(None, warnings):
             reporter.event(incidents.Warning(why))
         self.held_out = held_out_rows(config, reporter)
@@ -202,7 +202,7 @@ class Driver:
         await self.services.policy.load(checkpoint.trainer, checkpoint.sums)
         self.reinstate(checkpoint.state())
         earlier = checkpoint.lineage <= self.origin.since
-        if self.config.checkpoint.clear_quarantine and earlier and (tasks := self.rollouts.clear_quarantine()):
+        if self.config.checkpoint.named and earlier and (tasks := self.rollouts.clear_quarantine()):
             self.reporter.event(incidents.QuarantineCleared(tasks))
 
     @timed("update_weights")
@@ -259,7 +259,7 @@ class Driver:
         c = self.config.algorithm
         fetched = self.services.policy.fetch(
             groups, seed=self.config.seed, version=self.version, nominal=c.target,
-            treat_as_on_policy=c.replay.treat_as_on_policy,
+            treat_as_on_policy=c.replay.kind == "on_policy",
         )  # fmt: skip
         return await until_stopped(self.stopping, fetched)
 
@@ -268,9 +268,8 @@ class Driver:
         kept = [(i, m) for i, m in enumerate(group.members) if m.kept]
         if self.services.reference is None or not kept:
             return group
-        c = self.config.reference
         payloads = [member.payload for _, member in kept if member.payload is not None]
-        reference = self.services.reference.within(c.timeout, ATTEMPTS)
+        reference = self.services.reference.within(self.config.policy.step_timeout * REFERENCE_SHARE, ATTEMPTS)
         lost, arrays = await reference.split(1 + len(kept), ReferenceActor.annotate, payloads)
         group = group.with_references({i: array for (i, _), array in zip(kept, arrays, strict=True)})
         if lost:
@@ -348,7 +347,7 @@ class Driver:
         """When due, or when this was the ``last`` step. A failed save is reported and tried again at the next step."""
         c, last = self.config.checkpoint, last or self.stopping.is_set() or self.done
         await self.saving.settle(wait=last)
-        best = c.keep_best and self.reporter.is_best(self.step)
+        best = self.config.evaluation.patience is not None and self.reporter.is_best(self.step)
         due = last or best or self.saving.failed or self.step % c.every == 0
         if not due or self.on_disk():
             return

@@ -9,7 +9,7 @@ import re
 import sqlite3
 from pathlib import Path
 
-from rayloop.core.cache import Cache
+from rayloop.core.threads import Cache
 from rayloop.judge.api import JudgeItem, JudgeVerdict
 
 logger = logging.getLogger(__name__)

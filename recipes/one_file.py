@@ -18,11 +18,21 @@ from rayloop.chat.rendering import Renderer
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import ScoreContext, TrainItem
-from rayloop.core.seeds import derive
-from rayloop.core.types import EndReason, FinishReason, Sampling, TokenIds, TokenPrompt, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    EndReason,
+    FinishReason,
+    Sampling,
+    TokenIds,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+    derive,
+)
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
-from rayloop.engines.generation.decoding import Decoder, Row
+from rayloop.engines.generation.decoding import Decoder, DecodeRequest
 from rayloop.engines.models import load_model, load_vision
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training.collator import Collator
@@ -30,7 +40,7 @@ from rayloop.engines.training.optimizer import learning_rate
 from rayloop.engines.training.scorer import Scorer, score
 from rayloop.envs.episode import summarize
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.batch import Sample
+from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.filtering import Enough, apply_filters, generation_verdict, select
 from rayloop.grpo.filters.table import build_filters
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
@@ -41,7 +51,7 @@ from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.arc_vision.reward import IoUReward
 
 FOLDER = Path(__file__).resolve().parent / "arc_vision"
-MODEL = ModelSettings(path=str(FOLDER / "loose"), min_pixels=37632, max_pixels=37632, position_tint=0.3, kernels="torch")
+MODEL = ModelSettings(path=str(FOLDER / "loose"), min_pixels=37632, max_pixels=37632, position_tint=0.3)
 ROWS, READER, SAMPLING = FOLDER / "pages/train.parquet", GroundingRows.Settings(prompt="{instruction}"), Sampling(max_tokens=12)
 SEED, STEPS, GROUPS, GROUP_SIZE, THREADS = 0, 12, 8, 8, 1
 ADVANTAGE, FILTERING, UPDATE, ENGINE = AdvantageSettings(), FilteringSettings(), UpdateSettings(mini_batches=2), FsdpSettings()
@@ -88,7 +98,7 @@ class OneFile:
         return groups
 
     def play(self) -> Group:
-        """Sample a group of answers to the next task, as one batch, and score them."""
+        """TrainSample a group of answers to the next task, as one batch, and score them."""
         index, self.played = self.cursor.next(), self.played + 1
         task, visit = self.dataset[index], self.cursor.visits(index)
         shown, sampling = self.renderer.prompt(task.messages), self.renderer.sampling(SAMPLING)
@@ -96,9 +106,9 @@ class OneFile:
         prompt = Turn("prompt", shown.token_ids, tuple(image.ref for image in shown.images))
         answers = dict[int, tuple[TokenIds, tuple[float, ...], FinishReason]]()
 
-        def row(seed: int) -> Row:
+        def row(seed: int) -> DecodeRequest:
             asked = TokenPrompt(shown.token_ids, shown.images, seed=derive(seed, "turn", 0))
-            return Row(asked, sampling, lambda *answer: answers.update({seed: answer}), print, lambda: False)
+            return DecodeRequest(asked, sampling, lambda *answer: answers.update({seed: answer}), print, lambda: False)
 
         seeds = [derive(SEED, task.id, sample, visit) for sample in range(GROUP_SIZE)]
         self.decoder.decode(sorted(map(row, seeds), key=lambda one: one.prompt.seed))  # the order of a deterministic run
@@ -125,7 +135,7 @@ class OneFile:
         self.trajectories.clear()
         return [self.update(update) for update in updates]
 
-    def update(self, samples: Sequence[Sample]) -> float:
+    def update(self, samples: Sequence[TrainSample]) -> float:
         """One step of AdamW on the clipped loss over all sampled tokens. Returns the loss."""
         denominator, loss = Denominator(sum(len(s.predict) for s in samples), len(samples)), 0.0
         for batch in self.collator.ahead(self.collator.plan([s for s in samples if s.advantage != 0])):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
-from rayloop.core.background import background
+from rayloop.core.deadlines import background
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Version
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.evidence.experiments import SUPERVISED, Experiment
+from benchmarks.makers.random_clicks import play
 from benchmarks.measure import BenchFailed, machine
 from benchmarks.processes import EVERY, Tree
 from rayloop.config.settings import load
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, gains, means, summarise
-from benchmarks.makers.random_clicks import play
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.held_out import read_items

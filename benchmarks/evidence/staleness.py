@@ -21,13 +21,12 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rayloop.core.background import background
+from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.ledger import Ledger
-from rayloop.core.seeds import derive
-from rayloop.core.types import EndReason, RolloutRequest, Summary, Version
+from rayloop.core.types import EndReason, RolloutRequest, Summary, Version, derive
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
@@ -193,10 +192,8 @@ def main() -> None:
     runs = [simulate(0, "wait", shared) for shared in SHARED]
     runs += [simulate(bound, late, shared) for shared in SHARED for bound in BOUNDS for late in ("wait", "drop")]
     filtered = [simulate(bound, "wait", 0.7, uniform=0.5) for bound in BOUNDS]
-    thrown = [simulate(2, "wait", 0.7, uniform=uniform, carry_over=False, min_fraction=0.1) for uniform in (0.0, 0.5)]
-    RESULT.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs + filtered + thrown) + "\n]\n", encoding="utf-8")
+    RESULT.write_text("[\n" + ",\n".join(json.dumps(run) for run in runs + filtered) + "\n]\n", encoding="utf-8")
     print("\n".join([*markdown(runs), "", "half of the groups filtered", *markdown(filtered)]))
-    print("\n".join(["", "carry_over: false, without and with half of the groups filtered", *markdown(thrown)]))
     draw(runs)
 
 

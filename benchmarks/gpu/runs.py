@@ -20,7 +20,7 @@ LIMIT = 840.0
 """Seconds for one run."""
 SHORT = [
     "steps=3", "evaluation.every=0", "evaluation.controls=false", "checkpoint.resume=never",
-    "policy.optimizer.schedule=constant", "policy.optimizer.total_updates=null",
+    "policy.optimizer.schedule=constant",
 ]  # fmt: skip
 GPU = [
     "rollout.engine.kind=vllm", "rollout.engine.dtype=bfloat16", "policy.engine.dtype=bfloat16", "rollout.placement.num_gpus=0.4",
@@ -29,7 +29,7 @@ GPU = [
 CACHE = {"quickstart": "rollout.engine.kv_cache_bytes=8589934592", "3B": "rollout.engine.kv_cache_bytes=17179869184"}
 RANDOM = ["algorithm.groups_per_step=8", "algorithm.group_size=4", "reward.source={use: 'benchmarks.gpu.spread:spread'}"]
 """For a model with random weights, whose answers all get the recipe's reward of 0: no group would be left to train on."""
-TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "weight_sync.self_test=false", "weight_sync.probes=1"]
+TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "weight_sync.logprob_check=stop"]
 
 
 def whole(place: Place) -> Found:

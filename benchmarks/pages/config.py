@@ -141,12 +141,18 @@ def describe(model: type[BaseModel]) -> str:
 
 
 def count_fields(model: type[BaseModel]) -> int:
-    """Number of different keys a person can set, each settings class counted once.
+    """Number of different keys a person can set.
 
     A section is none, but the choice between several kinds of one is a key; the ``kind`` that each of them carries is that choice.
+    A field counts once for all paths of its class, for all classes that inherit it, and for all kinds of one choice.
     """
-    fields = [(name, info) for current in _used_at(model) for name, info in current.model_fields.items() if not _tag(current, name)]
-    return sum(len(models(info.annotation)) != 1 for _, info in fields)
+    found = set[tuple[object, str]]()
+    for current, paths in _used_at(model).items():
+        for name, info in current.model_fields.items():
+            if not _tag(current, name) and len(models(info.annotation)) != 1:
+                owner = next(c for c in reversed(current.__mro__) if name in inspect.get_annotations(c))
+                found.add((paths[0] if kind_of(current) else owner, name))
+    return len(found)
 
 
 def _tag(model: type[BaseModel], name: str) -> bool:

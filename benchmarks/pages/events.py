@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from rayloop.core import events
 from rayloop.core.events import Event
-from rayloop.run.events import KINDS, PARTS
+from rayloop.run.records.events import KINDS, PARTS
 
 COMMON = {
     "why": "The reason, in a sentence.",

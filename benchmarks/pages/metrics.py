@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rayloop.run.metrics import METRICS
+from rayloop.run.records.metrics import METRICS
 
 HEADER = """# Metrics
 
-Made by `python -m benchmarks.pages.metrics` from the table in `rayloop/run/metrics.py`; do not edit. One record per
+Made by `python -m benchmarks.pages.metrics` from the table in `rayloop/run/records/metrics.py`; do not edit. One record per
 step is in `metrics.jsonl` (see run_folder.md). `<...>` stands for any text. A metric is absent when it does not apply.
 
 While a run lives, Prometheus finds the newest value of each at the metrics port of the node with the driver, under the name

@@ -23,8 +23,7 @@ from rayloop.cluster.roles.services import Services
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import WorkerLost
 from rayloop.core.groups import RolloutFailed, Unscored, UnscoredKind
-from rayloop.core.references import Ref
-from rayloop.core.types import RolloutRequest, Summary, Trajectory
+from rayloop.core.types import Ref, RolloutRequest, Summary, Trajectory
 from rayloop.envs.episode import CLOSE_TIMEOUT
 from rayloop.rollout.blame import Blame
 

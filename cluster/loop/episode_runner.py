@@ -1,8 +1,7 @@
 """Plays and scores the episodes of a group on the pools, whatever dies meanwhile. Training, evaluation and probes share it.
 
-The first attempt of a group is one call (``environment.episodes_per_call``). An episode that it left without a result is played
-again by itself: so one that ends its actor takes the others of its group with it once, and no more.
-"""
+The first attempt of a group is one call (of at most ``environment.episodes_at_once``). An episode that it left without a result is
+played again by itself: so one that ends its actor takes the others of its group with it once, and no more."""
 
 from __future__ import annotations
 
@@ -116,7 +115,7 @@ class EpisodeRunner:
 
     def _parts(self, episodes: Sequence[T]) -> list[Sequence[T]]:
         """Those that one call plays, each."""
-        size = self.config.environment.episodes_per_call or len(episodes)
+        size = self.config.environment.episodes_at_once or len(episodes)
         return [episodes[begin : begin + size] for begin in range(0, len(episodes), size)]
 
     # Attempts ------------------------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.core.groups import Group, Member, Scored
-from rayloop.core.seeds import derive
-from rayloop.core.types import EndReason, RolloutRequest, TrajectoryId
+from rayloop.core.types import EndReason, RolloutRequest, TrajectoryId, derive
 from rayloop.measure.controls import Item
 from rayloop.rollout.concurrency import ConcurrencyLimit
 from rayloop.run.config import RunConfig

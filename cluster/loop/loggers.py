@@ -13,7 +13,7 @@ from rayloop.loggers.tensorboard import TensorBoard
 from rayloop.loggers.threads import Logger
 from rayloop.loggers.wandb import Wandb
 from rayloop.run.folder import RunFolder
-from rayloop.run.metrics import prometheus
+from rayloop.run.records.metrics import prometheus
 from rayloop.view.vitals import Vitals
 
 REPEAT = 3.0
@@ -21,7 +21,7 @@ REPEAT = 3.0
 
 
 class Prometheus:
-    """Gauges of ``ray.util.metrics``, named by ``rayloop.run.metrics.prometheus``, with the label ``run``.
+    """Gauges of ``ray.util.metrics``, named by ``rayloop.run.records.metrics.prometheus``, with the label ``run``.
 
     A metric keeps its value until a step has a new one; those of ``vitals`` are as old as the last export.
     """

@@ -16,8 +16,7 @@ from rayloop.core import incidents
 from rayloop.core.events import Emit
 from rayloop.core.failures import WorkerLost
 from rayloop.core.groups import Group, Outcome, Unscored, UnscoredKind
-from rayloop.core.references import Ref
-from rayloop.core.types import Task, Trajectory
+from rayloop.core.types import Ref, Task, Trajectory
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.folder import RolloutRecord
 

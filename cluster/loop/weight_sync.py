@@ -22,8 +22,7 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import DataFailure, EnvironmentFailed, LogprobMismatch, PolicyLost, WeightSyncError, WorkerLost
 from rayloop.core.groups import RolloutFailed, Unscored, UnscoredKind
-from rayloop.core.seeds import derive
-from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version
+from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version, derive
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
 from rayloop.transports.choose import transport
@@ -32,7 +31,10 @@ from rayloop.transports.seam import WeightTransport, WeightUpdate
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
 FAILING = 4
-"""Tasks that cannot be played, with none that can, before the check at the start gives up; at least ``weight_sync.probes``."""
+"""Tasks that cannot be played, with none that can, before the check at the start gives up; ``PROBES`` if that is more."""
+PROBES = 4
+"""Training tasks sampled for the log-prob check and the self-test, and where steps cannot see drift (``alarms.logprobs``): some
+hundred tokens of several tasks, and a start that is not slower than a step."""
 LOGPROB_CHECK = "logprob_check"
 """Why probes are played at the start; for the self-test it is the name of the parameters that were changed."""
 SELF_TEST_TOKENS = 32
@@ -127,10 +129,10 @@ class WeightSync:
         self._unplayable.clear()
         try:
             await self._logprob_check(tasks, player)
-            if self.config.weight_sync.self_test:
+            if self.config.weight_sync.logprob_check != "stop":
                 await self._self_test(version, tasks, player)
         except (LogprobMismatch, WeightSyncError) as error:
-            if self.config.weight_sync.logprob_check == "stop":
+            if self.config.weight_sync.logprob_check != "warn":
                 raise
             self.reporter.event(incidents.LogprobWarning(why=str(error)))
             await self.send(version)  # a self-test that ended early leaves changed weights in the engines
@@ -154,12 +156,12 @@ class WeightSync:
     async def observe(self, tasks: Sequence[Task], player: EpisodeRunner, step: int) -> float | None:
         """How far engines and trainer are apart after ``step`` steps: mean |log-prob difference| in nats, over fresh episodes.
 
-        Plays ``weight_sync.probes`` of the tasks at once, other ones at each step; skips those that fail. None, with an
+        Plays ``PROBES`` of the tasks at once, other ones at each step; skips those that fail. None, with an
         event, when nothing could be compared. The ranks must hold nothing fetched. Raises PolicyLost and, when no actor is left to
         play, WorkerLost.
         """
         draw = random.Random(derive(self.config.seed, "probe", "drift", step))
-        chosen = draw.sample(list(tasks), min(self.config.weight_sync.probes, len(tasks)))
+        chosen = draw.sample(list(tasks), min(PROBES, len(tasks)))
         played = await asyncio.gather(*(self._play(task, -1 - i, player, step) for i, task in enumerate(chosen)))
         payloads = [payload for payload in played if payload is not None]
         try:
@@ -213,8 +215,8 @@ class WeightSync:
         if not moved.mean > VISIBLE * self._unchanged.mean:
             raise WeightSyncError(
                 f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and engine and trainer differ by "
-                f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive. Raise weight_sync.probes, "
-                "or set weight_sync.self_test=false"
+                f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive. Set "
+                "weight_sync.logprob_check=stop to leave the self-test out"
             )
         # In bfloat16 two implementations of a network with this much noise differ by more than those of a sound one.
         share = ARRIVED * moved.mean
@@ -226,7 +228,7 @@ class WeightSync:
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the first ``weight_sync.probes`` tasks that can be played, all missing ones at once.
+        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played, all missing ones at once.
 
         At the run's own sampling settings; answers of the self-test are cut. A task that cannot be played is not tried again in
         this proof: it may have cost several deadlines. Raises EnvironmentFailed or DataFailure when so many fail that the tasks
@@ -238,7 +240,7 @@ class WeightSync:
         if purpose != LOGPROB_CHECK:
             most = min(sampling.max_tokens, SELF_TEST_TOKENS)
             sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        wanted = self.config.weight_sync.probes
+        wanted = PROBES
         playable = ((number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable)
         while chosen := list(islice(playable, min(wanted - len(payloads), max(wanted, FAILING) - len(failed)))):
             requests = [

@@ -17,8 +17,7 @@ from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, WorkerLost
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Checksums
-from rayloop.core.references import Ref
-from rayloop.core.types import Trajectory, TrajectoryId, Version
+from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
 from rayloop.grpo.balance import MemberLength, shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.staleness import lag
@@ -83,8 +82,8 @@ class PolicyGroup:
         return await self._all(PolicyRank.host)
 
     async def afford(self, lost: PolicyLost) -> None:
-        """Wait until ``recovery.policy_restarts`` allows to replace the ranks once more. Raises ``lost`` when that is further away
-        than ``recovery.start_timeout``."""
+        """Wait until half of ``recovery.replacements`` allows to replace the ranks once more. Raises ``lost`` when that is further
+        away than ``recovery.start_timeout``."""
         now = asyncio.get_running_loop().time
         if (wait := self._budget.wait(now())) > self.recovery.start_timeout:
             raise lost

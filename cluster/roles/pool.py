@@ -26,7 +26,7 @@ from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import WorkerLost, WorkerStartFailed
-from rayloop.core.references import Ref
+from rayloop.core.types import Ref
 from rayloop.run.lifetime import RecoverySettings
 
 

@@ -203,8 +203,8 @@ class TrainingServices(Services):
         super().__init__(config, folder, emit)
         c = config
         settings = RankSettings(
-            c.model, c.trainer, c.policy.optimizer, c.policy.loss, c.weight_sync.transport, self.weights, c.seed,
-            adapter_reference=c.reference.kind == "adapter_off",
+            c.model, c.trainer, c.optimizer, c.policy.loss, c.weight_sync.transport, self.weights, c.seed,
+            adapter_reference=c.reference_kind == "adapter_off",
         )  # fmt: skip
         placement, ranks = c.policy.placement, c.policy.ranks
 
@@ -216,7 +216,7 @@ class TrainingServices(Services):
 
     def _starts(self) -> list[Awaitable[None]]:
         c = self.config
-        if c.reference.kind == "actor":
+        if c.reference_kind == "actor":
             self.reference = self._pool(
                 "reference", c.reference.actors, c.reference.placement,
                 lambda options: create(ReferenceActor, options, c.model, c.scorer),

@@ -38,11 +38,12 @@ from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, summarise,
 from rayloop.measure.solved import pass_rates
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
-from rayloop.run.events import EventLog
 from rayloop.run.folder import RolloutDump, make_folder
 from rayloop.run.held_out import Play, blind, plays, read_items
 from rayloop.run.identity import pinned
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.lifetime import right
+from rayloop.run.records.events import EventLog
+from rayloop.run.records.jsonl import JsonLines
 from rayloop.transports.seam import WeightUpdate
 from rayloop.transports.settings import ObjectStoreTransport
 
@@ -111,8 +112,8 @@ def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> di
     }
     return {
         "by": {name: by_column(items, values) for name, values in columns.items()},
-        "pass_at": pass_rates(items, setting.solved.score, setting.solved.least, SAMPLED if setting.greedy else RIGHT),
-        "solved": f"{setting.solved.score} >= {setting.solved.least:g}",
+        "pass_at": pass_rates(items, *right(setting.solved), SAMPLED if setting.greedy else RIGHT),
+        "solved": "{} >= {:g}".format(*right(setting.solved)),
         "cut": sum(item.cut for item in items),
     }
 

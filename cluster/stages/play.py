@@ -62,7 +62,7 @@ async def play(kind: EnvironmentKind, task: Task, ask: Ask, write: Write, pictur
         _show(first, write, pictures)
         write(f"Type what the policy would, one turn a line{f', such as {example}' if example else ''}; quit ends it.")
         await _turns(instance, ask, write, pictures)
-        result: float | None = await instance.call("evaluate", timeout=DEFAULTS.evaluate_timeout)
+        result: float | None = await instance.call("evaluate", timeout=DEFAULTS.step_timeout)
         write("the environment gives no result" if result is None else f"result: {result:g}")
         return result
     finally:

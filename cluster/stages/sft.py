@@ -24,12 +24,12 @@ from rayloop.config.settings import local_path
 from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import TrainItem
-from rayloop.core.seeds import derive
 from rayloop.core.signals import STOP, StopSignals, handling
+from rayloop.core.types import derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.engines.cores import per_process
-from rayloop.engines.settings import FsdpSettings
+from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings
 from rayloop.engines.training.heap import grow_segments
 from rayloop.estimate.memory import fitted
 from rayloop.estimate.shape import read_shape
@@ -98,7 +98,7 @@ def _fit(config: SftConfig) -> None:
         torch_config=TorchConfig(
             # as the engine chooses its device: a worker without a reserved GPU sees those of its node
             backend="cpu:gloo,cuda:nccl" if gpu or torch.cuda.is_available() else "gloo",
-            timeout_s=math.ceil(config.engine.collective_timeout),
+            timeout_s=math.ceil(COLLECTIVE_TIMEOUT),
         ),
         scaling_config=ScalingConfig(
             num_workers=config.workers,
@@ -145,7 +145,8 @@ class Rank:
         self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
         self.examples = Examples(config)
         self.engine = FsdpEngine(
-            config.model, self._settings(context.get_local_world_size()), config.optimizer, LossSettings(correction="none"),
+            config.model, self._settings(context.get_local_world_size()), config.optimizer.over(config.steps),
+            LossSettings(correction="none"),
             rank=self.rank, world_size=self.world_size, init_method=None, seed=config.seed,
         )  # fmt: skip
         self.step, seconds = self._restored()

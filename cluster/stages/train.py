@@ -59,7 +59,7 @@ ANSWER, SILENT = 30.0, 10.0
 
 
 class DriverLost(RayloopError):
-    """The driver actor died more often than ``recovery.driver_restarts`` allows."""
+    """The driver actor died more often than a sixth of ``recovery.replacements`` an hour."""
 
     exit_code = AGAIN
 
@@ -195,7 +195,7 @@ def _run(
                 raise NotSaved(f"the driver was lost while it saved; {origin.again()}") from error
             if (wait := budget.wait(time.monotonic())) > config.recovery.start_timeout:
                 raise DriverLost(
-                    f"the driver actor died {restarts + 1} times; recovery.driver_restarts allows {budget.per_hour} an hour"
+                    f"the driver actor died {restarts + 1} times; a sixth of recovery.replacements allows {budget.per_hour} an hour"
                 ) from error
         finally:
             if not head.gone:  # it is who kills

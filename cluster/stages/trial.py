@@ -24,7 +24,7 @@ from rayloop.actors.rollout import RolloutActor, start_weights
 from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
 from rayloop.core.groups import Outcome, Scored
-from rayloop.core.tracebacks import own_frames
+from rayloop.core.threads import own_frames
 from rayloop.core.types import (
     Completion,
     FinishReason,
@@ -188,7 +188,7 @@ class _Trial:
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """What a rollout actor's engine is asked; the first prompt is kept."""
         self.seen = self.seen or prompt
-        async with asyncio.timeout(self.episode.request_timeout):
+        async with asyncio.timeout(self.config.environment.episode_timeout):
             return await self.engine.engine.generate(prompt, sampling)
 
     def _tell_prompt(self, prompt: TokenPrompt) -> None:

@@ -19,9 +19,9 @@ import jinja2
 from rayloop.chat.template import load_chat_template, read_json
 from rayloop.chat.tokenizer import load_tokenizer, shown
 from rayloop.config.model import ModelSettings
-from rayloop.core.cache import Cache
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.model_files import resolve
+from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, ImageSource, Message, PromptImage, Sampling, TokenIds
 from rayloop.data.images import MAX_PIXELS, ImageGeometry
 from rayloop.data.prompt_images import PromptImages

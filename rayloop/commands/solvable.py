@@ -14,7 +14,7 @@ from rayloop.core.files import write_whole
 from rayloop.measure.solved import solved_tasks
 from rayloop.run.config import read
 from rayloop.run.held_out import read_items
-from rayloop.run.lifetime import SolvedSettings
+from rayloop.run.lifetime import right
 
 ITEMS = "items.jsonl"
 OPTION = """--solvable-by CHECKPOINT --config CONFIG [--attempts N] keeps the training rows that a policy solves at least once;
@@ -43,14 +43,12 @@ def keep_solvable(chosen: argparse.Namespace) -> None:
         raise ConfigError(f"--solvable-by: {file} is not there; it keeps the solvable ones of the training rows")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     folder = chosen.by if (chosen.by / ITEMS).is_file() else _played(chosen, file)
-    right = read(chosen.config, []).evaluation.solved if chosen.config else SolvedSettings(score="success")
+    score, least = right(read(chosen.config, []).evaluation.solved if chosen.config else "success")
     items = read_items(folder / ITEMS)
-    played, solved = {item.task for item in items}, solved_tasks(items, right.score, right.least)
+    played, solved = {item.task for item in items}, solved_tasks(items, score, least)
     kept = [row for row in rows if row["id"] in solved or row["id"] not in played]
     if not kept:
-        raise ConfigError(
-            f"--solvable-by: {folder} solved none of the {len(rows)} rows of {file} ({right.score} >= {right.least:g})"
-        )
+        raise ConfigError(f"--solvable-by: {folder} solved none of the {len(rows)} rows of {file} ({score} >= {least:g})")
     write_whole(file, "".join(json.dumps(row) + "\n" for row in kept).encode())
     unknown = sum(row["id"] not in played for row in rows)
     print(f"{file}: {len(kept)} of {len(rows)} rows are solved at least once" + (f", {unknown} unknown" if unknown else ""))

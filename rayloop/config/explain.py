@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from rayloop.config.removed import removed_from
 from rayloop.config.yaml_source import KeyPath, Source, dotted
 
 _EXPECTED = {
@@ -172,8 +171,6 @@ def _words(detail: ErrorDetails, holder: type[BaseModel] | None, root: type[Base
 
 def _unknown_key(key: str, holder: type[BaseModel], root: type[BaseModel]) -> str:
     """A key of that very name elsewhere is what was meant, first of all one below; else one here that resembles it."""
-    if (gone := removed_from(holder).get(key)) is not None:
-        return str(gone)
     valid = list(keys(holder))
     places = [(dotted((*path, key)), model) for path, model in walk(root) if key in keys(model)]
     below = {model for _, model in walk(holder)}

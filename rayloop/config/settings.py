@@ -21,12 +21,11 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, ValidationError, model_validator
 
 from rayloop.config.explain import explain, nearest
-from rayloop.config.removed import Remembering
 from rayloop.config.yaml_source import KeyPath, Source, dotted, read
 from rayloop.core.failures import ConfigError
 
 
-class SettingsModel(Remembering):
+class SettingsModel(BaseModel):
     """Base of every settings class: unknown keys are errors, values are immutable, docstrings are the reference."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True)

@@ -1,14 +1,16 @@
-"""What this process waits for: every await of the driver on an actor has a deadline and stands in one table."""
+"""Awaiting: each await of the driver on an actor has a deadline and stands in one table; background tasks cannot fail silently."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from rayloop.core.failures import Preempted, WorkerLost
+from rayloop.core.failures import PolicyLost, Preempted, WorkerLost
 
 T = TypeVar("T")
 
@@ -85,3 +87,70 @@ async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines beside the block. One that fails cancels the block and its error is raised; the block's end cancels them."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+            yield
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as errors:
+        raise decisive(errors) from errors
+
+
+def decisive(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Of errors that came together, the one after which there is a way on: rebuild, or save. Otherwise the first."""
+    single = list(_flat(errors))
+    return next((e for kind in (PolicyLost, Preempted) for e in single if isinstance(e, kind)), single[0])
+
+
+def _flat(errors: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in errors.exceptions:
+        yield from _flat(error) if isinstance(error, BaseExceptionGroup) else (error,)
+
+
+class Timings:
+    """``phase`` is what began last; ``seconds`` what each phase took since they were last taken."""
+
+    def __init__(self) -> None:
+        self.phase = "start"
+        self.seconds: dict[str, float] = {}
+
+    def take(self) -> dict[str, float]:
+        """The seconds of a step, which are then forgotten."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+class Timed(Protocol):
+    """Whose methods are ``timed``."""
+
+    timings: Timings
+
+
+TimedT = TypeVar("TimedT", bound=Timed)
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate[TimedT, P], Coroutine[Any, Any, R]]
+
+
+def timed(phase: str) -> Callable[[Method[TimedT, P, R]], Method[TimedT, P, R]]:
+    """Add the seconds that an async method takes to ``self.timings``, as those of ``phase``, which begins with it."""
+
+    def decorate(method: Method[TimedT, P, R]) -> Method[TimedT, P, R]:
+        async def wrapper(self: TimedT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            began, timings = time.perf_counter(), self.timings
+            timings.phase = phase
+            try:
+                return await method(self, *args, **kwargs)
+            finally:
+                timings.seconds[phase] = timings.seconds.get(phase, 0.0) + time.perf_counter() - began
+
+        functools.update_wrapper(wrapper, method)
+        return wrapper
+
+    return decorate

@@ -163,7 +163,7 @@ class Checkpoint(Event, by="cluster/loop/saving.py"):
 
 class EarlyStop(Event, by="rayloop/run/reporter.py"):
     """Held-out reward has not become better for `evaluation.patience` evaluations: the run ends as finished. To do: use
-    `checkpoints/best` if `checkpoint.keep_best` was on; raise `evaluation.patience` to go on."""
+    `checkpoints/best`; raise `evaluation.patience` to go on."""
 
     evaluations: int
     """How many in a row."""

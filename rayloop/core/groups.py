@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rayloop.core.references import Ref
-from rayloop.core.types import Summary, Task, Trajectory, TrajectoryId
+from rayloop.core.types import Ref, Summary, Task, Trajectory, TrajectoryId
 
 
 class UnscoredKind(StrEnum):

@@ -57,8 +57,8 @@ class Quarantined(Event, by="rayloop/run/reporter.py"):
 
 
 class QuarantineCleared(Event, by="cluster/driver.py"):
-    """A run that resumes plays tasks again that were quarantined (`checkpoint.clear_quarantine`). To do: leave the key out from the
-    next start on, or they are cleared again."""
+    """A run that resumes plays tasks again that were quarantined (`checkpoint.resume` names a checkpoint). To do: leave the key out
+    from the next start on, or the run begins there again."""
 
     tasks: Sequence[str]
     """Their ids."""

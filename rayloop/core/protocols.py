@@ -114,9 +114,9 @@ class Environment(Protocol):
     Whose fault a hang is, is the environment's to say. What the policy's action sets going (a tool, a shell, a page) belongs under
     a deadline of its own that is shorter than ``episode.step_timeout``; ``rayloop.core.threads.call_within`` gives one to any
     function, a subprocess has its own. When it passes, ``step`` either answers with an ``error`` that the policy sees, or raises
-    ToolDeadline: the episode ends as ``tool_deadline`` and earns ``reward.failing_value``, unasked. A constructor, ``reset``,
-    ``evaluate`` or ``step`` that does not return by its timeout is the environment's failure: never a reward, played again
-    elsewhere, and after ``environment.attempts`` such episodes of a group the task is quarantined.
+    ToolDeadline: the episode ends as ``tool_deadline`` and earns the number of ``reward.on_error``, unasked. A constructor,
+    ``reset``, ``evaluate`` or ``step`` that does not return by its timeout is the environment's failure: never a reward, played
+    again elsewhere, and after ``environment.attempts`` such episodes of a group the task is quarantined.
 
     Whatever else ``reset``, ``step`` and ``evaluate`` raise is a failure of the environment, DataFailure one of the task.
     """
@@ -171,7 +171,7 @@ class ScoreContext:
 
 class RewardSource(Protocol):
     """Judges finished episodes. Raising means the grader failed, not the policy: the trajectory is left out, unless
-    ``reward.on_error: fail`` was asked for (docs/rewards.md).
+    a number as ``reward.on_error`` was asked for (docs/rewards.md).
 
     ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost and ConfigError end the run. A source
     may declare what is a failure of something around it, as for a client of a judge: ``infrastructure = True`` (a class attribute)

@@ -1,16 +1,23 @@
-"""Calling foreign, blocking code from an event loop, with a deadline.
+"""Calling foreign, blocking code with a deadline: in a thread for one call, or in one thread for all calls of an object.
 
-Each call gets its own daemon thread: a hung call neither exhausts a pool nor keeps the process from exiting, as
-``asyncio.to_thread`` would (its pool is joined at exit). What belongs to the thread that made it: rayloop/core/owner_thread.py.
+Each call of ``in_thread`` gets its own daemon thread: a hung call neither exhausts a pool nor keeps the process from exiting, as
+``asyncio.to_thread`` would (its pool is joined at exit). ``CallLoop`` and what is built on it serve code that belongs to the thread
+that made it, and coroutines of one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import re
 import threading
-from collections.abc import Callable
+import traceback
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar
 
 from rayloop.core.failures import DeadlineExceeded
 
@@ -110,3 +117,191 @@ def _given_up(thread: threading.Thread, timeout: float) -> DeadlineExceeded:
 
 def _runtime_error(error: BaseException) -> RuntimeError:
     return RuntimeError(f"raised {type(error).__name__}: {error}")
+
+
+_Call = tuple[Future[Any], Callable[[], Any]]
+
+
+class CallLoop:
+    """Calls that other threads ``put`` are carried out one after the other by the one thread that is in ``run``.
+
+    What returns a coroutine is awaited on an event loop, made at the first of them. From then on the thread waits for its next
+    call on that loop, so what coroutines leave running (a connection's heartbeat) goes on between calls. Plain functions are
+    never called while a loop runs: libraries such as Playwright's sync API refuse that.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._runner: asyncio.Runner | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, function: Callable[[], Any]) -> Future[Any]:
+        """Returns at once; the future gets what ``function`` returns or raises, as of ``in_thread``."""
+        answer = asked()
+        self._enqueue((answer, function))
+        return answer
+
+    def stop(self) -> None:
+        """``run`` returns when it has carried out what was put before."""
+        self._enqueue(None)
+
+    def run(self) -> None:
+        """Carry out calls until ``stop``; then what is left on the event loop is cancelled. May be called again."""
+        try:
+            while (call := self._next()) is not None:
+                self._carry_out(*call)
+                del call  # what it returned belongs to who asked
+        finally:
+            runner, self._runner = self._runner, None
+            if runner is not None:
+                runner.close()
+
+    def _enqueue(self, call: _Call | None) -> None:
+        self._calls.put(call)
+        if (runner := self._runner) is not None:
+            with suppress(RuntimeError):  # it is closed: nobody will look
+                runner.get_loop().call_soon_threadsafe(self._filled.set)
+
+    def _next(self) -> _Call | None:
+        if self._runner is not None:
+            self._runner.run(self._wait())
+        return self._calls.get()
+
+    async def _wait(self) -> None:
+        while self._calls.empty():
+            self._filled.clear()
+            if self._calls.empty():
+                await self._filled.wait()
+
+    def _carry_out(self, answer: Future[Any], function: Callable[[], Any]) -> None:
+        settle(answer, lambda: self._complete(function()))
+
+    def _complete(self, result: Any) -> Any:
+        if not inspect.isawaitable(result):
+            return result
+        if self._runner is None:
+            runner = asyncio.Runner()
+            runner.get_loop()  # made here, before another thread asks for it
+            self._filled, self._runner = asyncio.Event(), runner
+        return self._runner.run(_awaited(result))
+
+
+class OwnerThread:
+    """A daemon thread that carries out calls until it is told to ``end``."""
+
+    def __init__(self) -> None:
+        self._calls = CallLoop()
+        self._thread = start(self._calls.run)
+
+    async def call(self, function: Callable[..., Any], *args: object, timeout: float) -> Any:
+        """``function(*args)``, awaited too when that is a coroutine. Raises as ``in_thread`` does."""
+        return await within(timeout, self._calls.put(lambda: function(*args)), self._thread)
+
+    def put(self, function: Callable[[], Any]) -> None:
+        """Called when all that was asked for before has returned, if ever; nobody waits for it."""
+        self._calls.put(function)
+
+    def end(self) -> None:
+        """The thread ends when all that was asked for before has returned."""
+        self._calls.stop()
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+PLUMBING = (
+    "rayloop/config/settings.py", "rayloop/rewards/functions.py", "rayloop/rewards/outcomes.py", "rayloop/core/threads.py",
+    "rayloop/envs/episode.py", "rayloop/envs/instance.py", "rayloop/envs/worker.py",
+    "actors/reward.py", "cluster/stages/trial.py",
+)  # fmt: skip
+"""Files whose frames stand above a person's own code in a traceback, and say nothing about it."""
+_FRAMES = re.compile(rf'^  File "[^"]*({"|".join(map(re.escape, PLUMBING))})".*\n(    .*\n)*', re.MULTILINE)
+
+
+def own_frames(error: BaseException) -> str:
+    """The traceback without the frames of what called a person's code, and without what was being handled meanwhile."""
+    return _FRAMES.sub("", "".join(traceback.format_exception(error, chain=False)).rstrip())
+
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Cache(Generic[K, V]):
+    """Values by key, none of them None. Safe to use from many threads.
+
+    ``limit`` and ``size`` of a value are in the same unit, most often bytes. Keys that are ``in_use`` stay beyond the limit.
+    """
+
+    def __init__(
+        self, limit: int, size: Callable[[V], int] = lambda value: 1, in_use: Callable[[K], bool] = lambda key: False
+    ) -> None:
+        self.used = 0
+        """The sum of the sizes."""
+        self._limit, self._size, self._in_use = limit, size, in_use
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._making: dict[K, Future[V]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K) -> V | None:
+        """The value, which then is the most recently used one; None when there is none (any more)."""
+        with self._lock:
+            if (value := self._values.get(key)) is not None:
+                self._values.move_to_end(key)
+            return value
+
+    def put(self, key: K, value: V) -> None:
+        """Keep a value, in the place of an earlier one of this key. One that is larger than the limit is not kept."""
+        with self._lock:
+            if (old := self._values.pop(key, None)) is not None:
+                self.used -= self._size(old)
+            self._values[key] = value
+            self.used += self._size(value)
+            self._shrink()
+
+    def shrink(self) -> None:
+        """Back to the limit: keys may have been in use when something was put, and are no more."""
+        with self._lock:
+            self._shrink()
+
+    def clear(self) -> None:
+        """Forget everything; what is being made is kept once it is there."""
+        with self._lock:
+            self._values.clear()
+            self.used = 0
+
+    def made(self, key: K, make: Callable[[], V]) -> V:
+        """The value, made now if there is none. Who asks while another thread makes it waits, and gets what that one gets.
+
+        Raises what ``make`` raises; nothing is kept then.
+        """
+        if (value := self.get(key)) is not None:
+            return value
+        with self._lock:
+            ours = key not in self._making
+            answer = self._making.setdefault(key, Future())
+        if ours:
+            try:
+                value = make()
+                self.put(key, value)
+                answer.set_result(value)
+            except BaseException as error:
+                answer.set_exception(error)
+            finally:
+                del self._making[key]
+        return answer.result()
+
+    def _shrink(self) -> None:
+        gone = []
+        for key, value in self._values.items():
+            if self.used <= self._limit:
+                break
+            if not self._in_use(key):
+                gone.append(key)
+                self.used -= self._size(value)
+        for key in gone:
+            del self._values[key]

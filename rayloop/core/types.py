@@ -6,11 +6,12 @@ and carry behaviour log-probs, all other tokens are context. Token ids are the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -307,3 +308,30 @@ class Summary:
     prompt_tokens: int = 0  # of ``length``, those before the first sampled one
     cut: bool = False  # one of its sampled turns ended at a limit of tokens, that of a turn or that of the episode
     sent: ImagesSent = ImagesSent()
+
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Ref(Generic[T_co]):
+    """A value of type ``T_co`` in the object store, or one to come. At run time it is Ray's ObjectRef: nothing is ever an instance
+    of this class.
+
+    The driver holds payloads so: it passes them on and never opens one.
+    """
+
+    def __await__(self) -> Generator[Any, None, T_co]:
+        raise NotImplementedError("Ref is a type only; Ray's ObjectRef is awaited")
+
+
+SEED_BITS = 63
+
+
+def derive(seed: int | str, *parts: int | str) -> int:
+    """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in every process.
+
+    The parts' types and boundaries count: ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``,
+    ``derive(0, "1")`` all differ.
+    """
+    digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)

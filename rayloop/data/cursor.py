@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from rayloop.core.failures import CheckpointError
-from rayloop.core.seeds import derive
+from rayloop.core.types import derive
 
 
 class TaskCursor:

@@ -6,7 +6,7 @@ import hashlib
 import os
 from dataclasses import dataclass, replace
 
-from rayloop.core.cache import Cache
+from rayloop.core.threads import Cache
 from rayloop.core.types import ImageSource, PromptImage
 from rayloop.data.images import MAX_PIXELS, ImageGeometry, image_ref, probe, tinted
 

@@ -140,6 +140,6 @@ def tensor_bytes(config: RunConfig, model: Shape) -> int:
         needed += max(FLOAT * weights, exported * (1 + handed))
     if not config.rollout.placement.num_gpus and config.engine.holds_model:
         needed += config.rollout.actors * weights * (2 if config.engine.dtype == "bfloat16" else FLOAT)
-    if config.reference.kind == "actor" and not config.reference.placement.num_gpus:
+    if config.reference_kind == "actor" and not config.reference.placement.num_gpus:
         needed += config.reference.actors * weights * FLOAT
     return needed

@@ -28,10 +28,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
-from rayloop.core.cache import Cache
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError
 from rayloop.core.model_files import unsupported
 from rayloop.core.protocols import Manifest
+from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef
 from rayloop.data.images import decode
 from rayloop.engines.attention import use_packed_vision

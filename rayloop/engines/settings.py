@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, PrivateAttr, Tag, model_validator
 
 from rayloop.config.explain import kind_of
 from rayloop.config.model import ModelSettings as ModelSettings
-from rayloop.config.removed import Removed
 from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
 Dtype = Literal["float32", "bfloat16"]
@@ -59,15 +58,10 @@ class TransformersEngineSettings(EngineChoice):
 
     implementation = "rayloop.engines.generation.transformers:TransformersEngine"
     cohorts = True
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "batch_wait": Removed(0.05, "a batch that is not full starts 0.05 s after its last request"),
-        "cohort_wait": Removed(120.0, "the members of a group are waited for 120 s"),
-    }
-
     kind: Literal["transformers"] = "transformers"
     dtype: Dtype = "float32"
     """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
-    max_batch: int = Field(64, ge=1)
+    max_sequences: int = Field(64, ge=1)
     """Sequences decoded together. Lower it when memory runs out; raise it towards a step's trajectories for speed."""
     threads: Threads = None
     """Torch threads on CPU. None: the machine's cores divided by ``rollout.actors``, and with ``max_staleness`` > 0 by the policy's
@@ -80,10 +74,6 @@ class VllmEngineSettings(EngineChoice):
 
     implementation = "rayloop.engines.generation.vllm:VllmEngine"
     starts_slowly = True
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "enforce_eager": Removed(False, "it is vLLM's own argument, extra: {enforce_eager: true}")
-    }
-
     kind: Literal["vllm"] = "vllm"
     tensor_parallel: int = Field(1, ge=1)
     """GPUs that one engine is spread over; ``rollout.placement.num_gpus`` must be the same. Raise it when the model does not
@@ -145,10 +135,6 @@ class SglangEngineSettings(EngineChoice):
 
     implementation = "rayloop.engines.generation.sglang:SglangEngine"
     starts_slowly = True
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "bucket_bytes": Removed(2**30, "published tensors are handed over in parts of 1 GiB")
-    }
-
     kind: Literal["sglang"] = "sglang"
     extra: dict[str, Any] = {}
     """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...): its own defaults
@@ -166,25 +152,11 @@ class SglangEngineSettings(EngineChoice):
             )
 
 
-class ServerCall(SettingsModel):
-    """A POST request to the server, outside of the OpenAI interface."""
-
-    path: str
-    """From the server's root, for example /update_weights_from_disk; its own documentation has it."""
-    body: dict[str, Any] = {}
-    """Sent as JSON. ``{folder}`` within a text stands for the model folder with the weights to load."""
-
-
 class OpenAiHttpEngineSettings(EngineChoice):
     """A server with the OpenAI interface. For evaluation; for training only with ``interface: tokens`` and ``update``."""
 
     implementation = "rayloop.engines.generation.openai_http:OpenAiHttpEngine"
     holds_model = False
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "timeout": Removed(600.0, "environment.episode.request_timeout bounds a request"),
-        "retries": Removed(5, "a server that is busy or fails is asked six times"),
-    }
-
     kind: Literal["openai_http"] = "openai_http"
     base_url: str = Field(pattern=r"^https?://")
     """With the version, for example http://host:8000/v1. It must be reachable from the nodes of the rollout actors."""
@@ -198,9 +170,11 @@ class OpenAiHttpEngineSettings(EngineChoice):
     """chat: messages and images go out, text comes back, there are no log-probs; ``model.path`` must have a ChatML template
     (Qwen's). tokens: token ids go out, token ids and log-probs come back, as with vLLM's server, which needs ``--logprobs-mode
     processed_logprobs``; text only."""
-    update: tuple[ServerCall, ...] = ()
-    """Calls, in order, that make the server load a published model folder and forget its caches. Empty: its weights are its
-    own. The server must see the run folder."""
+    update: dict[str, dict[str, Any]] = {}
+    """POST requests, in order, that make the server load a model folder and forget its caches: the path from the server's root
+    (its own documentation has it), and what is sent as JSON, for example ``{/update_weights_from_disk: {model_path:
+    "{folder}"}}``, where ``{folder}`` stands for the folder with the new weights. The server must see the run folder. Empty: it
+    keeps its own weights."""
 
     @property
     def own_weights(self) -> str:
@@ -247,12 +221,6 @@ GenerationSettings = Annotated[
 class OptimizerSettings(SettingsModel):
     """Learning rate, its schedule and AdamW. A step has ``update.epochs`` * ``update.mini_batches`` optimizer updates."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "max_skipped": Removed(3, "the fourth update in a row without a finite gradient ends the run"),
-        "decay_fraction": Removed(0.3, "wsd decays over the last 0.3 of total_updates"),
-        "min_lr_fraction": Removed(0.0, "cosine and wsd end at 0"),
-    }
-
     kind: Literal["adamw", "sgd"] = "adamw"
     """adamw for training; sgd keeps no state and is for tests and for comparing gradients."""
     lr: float = Field(1e-6, gt=0)
@@ -270,17 +238,21 @@ class OptimizerSettings(SettingsModel):
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
     """After the warm-up. wsd (warm-up, stable, decay): constant, then linear to 0 over the last 0.3. Keep
     constant while you do not know how long a run will be."""
-    total_updates: int | None = Field(None, gt=0)
-    """Length of the schedule in optimizer updates, warm-up included; required by cosine and wsd: steps * epochs *
-    mini_batches."""
     grad_clip: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm. Lower it when single steps (``actor/grad_norm``) throw the policy off."""
 
-    @model_validator(mode="after")
-    def _length(self) -> OptimizerSettings:
-        if self.schedule != "constant" and self.total_updates is None:
-            raise ValueError(f"schedule: {self.schedule} needs total_updates (steps * epochs * mini_batches)")
-        return self
+    _updates: int | None = PrivateAttr(None)
+
+    @property
+    def total_updates(self) -> int | None:
+        """Length of the schedule in optimizer updates, warm-up included; None: the schedule stays constant."""
+        return self._updates
+
+    def over(self, updates: int) -> OptimizerSettings:
+        """The same with a schedule that ends after so many updates."""
+        made = self.model_copy()
+        made._updates = updates
+        return made
 
 
 class LoraSettings(SettingsModel):
@@ -292,9 +264,8 @@ class LoraSettings(SettingsModel):
     """The adapters' output is scaled by alpha / rank: scale both together, or the effective learning rate changes."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Keep 0 for RL: with dropout the trainer's log-probs are not those of the sampled policy."""
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get an adapter. Fewer save memory and express less; other architectures have other
-    names."""
+    targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Names of the linear layers that get an adapter: all of a layer, as all models that can be trained here name them."""
     vision: bool = False
     """Adapt the vision tower's layers of these names too, when the images are unlike what the model knows. Matching by name
     alone does so by accident (Chart-RVR)."""
@@ -302,15 +273,15 @@ class LoraSettings(SettingsModel):
 
 MICRO_BATCH = 16_384
 """Tokens of a micro-batch where the settings name none."""
+LOGPROB_CHUNK = 2048
+"""With 152,000 tokens their logits take 6 to 10 GB at the peak (docs/gpu.md); more positions were no faster on a CPU."""
+COLLECTIVE_TIMEOUT = 1800.0
+"""Seconds after which a collective fails instead of hanging: torch's own limit for gloo, enough for ranks that load a large model
+from a slow disk. A rank that dies is noticed at once by Ray, and ``policy.step_timeout`` bounds everything else."""
 
 
 class FsdpSettings(SettingsModel):
     """Training with PyTorch FSDP2: gloo on CPU, NCCL on GPU, the same code."""
-
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "kind": Removed("fsdp", "it is the only training engine"),
-        "packing": Removed(True, "micro_batch_tokens: 1 gives each trajectory a micro-batch of its own"),
-    }
 
     dtype: Dtype = "float32"
     """Compute type: bfloat16 on GPUs, float32 on CPU. Master weights and optimizer states stay float32: a learning rate of 1e-6
@@ -319,9 +290,6 @@ class FsdpSettings(SettingsModel):
     """Tokens per forward and backward, of trajectories packed into one row without padding. None: 16,384; on a CPU a lower power of
     two, down to 1,024, when their activations would take more than a quarter of the memory of the machine where the run is started.
     Lower it when memory runs out; a longer trajectory is alone in one, so 1 packs nothing, to compare with."""
-    logprob_chunk: int = Field(2048, gt=0)
-    """Positions whose logits exist at the same time: [T, vocabulary] is never held. Lower it when memory runs out in the
-    head."""
     gradient_checkpointing: bool | None = None
     """Compute activations again in the backward pass: less memory, more time. None: on a GPU, whose memory is what runs out first
     (7B at 16,384 tokens keeps some 100 GB otherwise). Set false there for small models, true on a CPU that runs out."""
@@ -333,9 +301,11 @@ class FsdpSettings(SettingsModel):
     threads: Threads = None
     """Torch threads per rank on CPU. None: the machine's cores divided by the ranks, and with ``max_staleness`` > 0 by
     ``rollout.actors`` as well; with ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines."""
-    collective_timeout: float = Field(600.0, gt=0)
-    """Seconds after which a collective fails instead of hanging. Raise it when ranks may wait long for one of them (a slow disk
-    at loading)."""
+
+    @property
+    def logprob_chunk(self) -> int:
+        """Positions whose logits exist at the same time: a tensor [T, vocabulary] is never held. Less for tiny micro-batches."""
+        return min(LOGPROB_CHUNK, 4 * self.micro_batch)
 
     @property
     def micro_batch(self) -> int:

@@ -29,7 +29,6 @@ from rayloop.core.failures import (
     ToolDeadline,
 )
 from rayloop.core.protocols import Observation, StepResult
-from rayloop.core.seeds import derive
 from rayloop.core.threads import in_thread
 from rayloop.core.types import (
     Completion,
@@ -44,6 +43,7 @@ from rayloop.core.types import (
     TokenPrompt,
     Trajectory,
     Turn,
+    derive,
 )
 from rayloop.envs.first_prompts import FirstPrompts
 from rayloop.envs.forgetting import Exchange, begun_anew
@@ -114,7 +114,7 @@ class _Episode:
         )
 
     async def _evaluate(self) -> float | None:
-        result = await self._call("evaluate", timeout=self.settings.evaluate_timeout)
+        result = await self._call("evaluate", timeout=self.settings.step_timeout)
         if result is not None and not isinstance(result, Real | np.bool_):
             raise self._wrong("evaluate", "return a number or None", result)
         return None if result is None else float(result)

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rayloop.core.failures import DeadlineExceeded, EnvironmentFailed
-from rayloop.core.owner_thread import OwnerThread
 from rayloop.core.protocols import Environment
-from rayloop.core.threads import contained
+from rayloop.core.threads import OwnerThread, contained
 from rayloop.envs.toolkit import schemas
 
 

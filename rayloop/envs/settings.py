@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, Role, SettingsModel
 
 ENVIRONMENT = Role("environment", ("reset", "step", "evaluate", "close"))
@@ -37,11 +35,6 @@ class EnvironmentKind(Component):
 class EpisodeSettings(SettingsModel):
     """How one episode is played, whatever its environment."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "max_image_pixels": Removed(50_000_000, "a larger image is refused before it is decoded"),
-        "hung_threads": Removed(8, "an environment actor with eight calls that hang is replaced"),
-    }
-
     environment: Annotated[EnvironmentKind, ENVIRONMENT] = EnvironmentKind(use="rayloop.envs.single_turn:SingleTurn")
     """``{use: module:Class, with: {...}}``: the environment of every task; with ``environment.kinds``, of those that name none."""
     max_turns: int = Field(1, ge=1)
@@ -62,9 +55,6 @@ class EpisodeSettings(SettingsModel):
     """Seconds for making the environment, and again for ``reset``; beyond it the environment hangs, and its process is ended. Raise
     it for what starts slowly, such as a desktop."""
     step_timeout: float = Field(60.0, gt=0)
-    """Seconds for one ``step``; beyond it the environment hangs, and its process is ended. Must be longer than the environment
-    gives to tools (``tool_timeout``), or their hangs count as its own."""
-    evaluate_timeout: float = Field(60.0, gt=0)
-    """Seconds for ``evaluate``, as for ``step``. Raise it when the result takes long to find out, as when tests are run."""
-    request_timeout: float = Field(600.0, gt=0)
-    """Seconds for one generation request; beyond it the engine counts as lost and the turn runs elsewhere."""
+    """Seconds for one ``step`` or ``evaluate``; beyond them the environment hangs, and its process is ended. Raise it when a step
+    or its result takes long (tests are run); it must be longer than the environment's own ``tool_timeout``, or a hanging tool
+    counts as a hanging environment."""

@@ -14,10 +14,8 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from rayloop.core.owner_thread import CallLoop
 from rayloop.core.protocols import Environment
-from rayloop.core.threads import hanging
-from rayloop.core.tracebacks import own_frames
+from rayloop.core.threads import CallLoop, hanging, own_frames
 from rayloop.envs.instance import invoke
 from rayloop.envs.process import PICKLED
 from rayloop.envs.settings import EnvironmentKind

@@ -88,7 +88,7 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[Role]:
         Role("environment", environment.actors, environment.placement.num_gpus, {"process": LIGHT}),
         Role("reward", reward.actors, reward.placement.num_gpus, {"process": LIGHT}),
     ]
-    if config.reference.kind == "actor":
+    if config.reference_kind == "actor":
         parts = {"process": HEAVY, "weights": shape.parameters * BYTES[policy.engine.dtype]}
         roles.append(Role("reference", config.reference.actors, config.reference.placement.num_gpus, parts))
     return roles
@@ -203,7 +203,7 @@ def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int
         together, shards = min(engine.max_sequences, asked), engine.tensor_parallel
     else:
         cache, shards = 0, 1
-        together = min(engine.max_batch, asked) if isinstance(engine, TransformersEngineSettings) else asked
+        together = min(engine.max_sequences, asked) if isinstance(engine, TransformersEngineSettings) else asked
     each = BYTES[engine.dtype]
     one = shape.cache * each * tokens // shards
     spare = one * (together - 1) if isinstance(engine, VllmEngineSettings) and not cache else 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.groups import Group, Scored, Status, TrajectoryState, Unscored
-from rayloop.core.seeds import derive
+from rayloop.core.types import derive
 from rayloop.grpo.settings import AdvantageSettings
 
 

@@ -12,11 +12,10 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import field_validator
 
-from rayloop.config.removed import Removed
 from rayloop.core import incidents
 from rayloop.core.events import Emit
 from rayloop.core.failures import AlarmStopped, GraderBroken
@@ -48,13 +47,6 @@ class AlarmSettings(CollapseSettings):
     """Limits at which a run warns, and ends. Shares (0 to 1) are of the last 512 trajectories, and count from eight affected ones;
     shares of groups are means of five steps."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "window": Removed(512, "shares are of the last 512 trajectories"),
-        "least": Removed(8, "a share counts from the eighth trajectory that is concerned"),
-        "correlation": Removed(0.3, "alarms.unscored is the limit to set"),
-        "logprob_steps": Removed(3, "the difference is averaged over three steps"),
-    }
-
     unscored: Limit = Limit(warn=0.05)
     """Trajectories without a reward, whatever the reason: not played, timed out, grader failed, payload lost. Lower ``warn``
     when every one matters."""
@@ -67,7 +59,7 @@ class AlarmSettings(CollapseSettings):
     the others, which describe the policy."""
     logprobs: Limit = Limit()
     """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
-    three steps. After ten steps without such samples ``weight_sync.probes`` tasks are played for it. Without ``warn``: 1e-3 in
+    three steps. After ten steps without such samples four tasks are played for it. Without ``warn``: 1e-3 in
     float32, 0.1 in bfloat16, or ``weight_sync.tolerance`` if that is higher."""
 
     @field_validator("flags", mode="before")
@@ -223,7 +215,7 @@ class Alarms:
             raise GraderBroken(
                 f"the reward {self._reward} {did} on each of the {len(raised)} {which}: {why}{where}. Repair it, and look at it "
                 "with `python -m rayloop try CONFIG`: a dataset column that is missing, or an answer of a form that it does not "
-                "expect, are the usual reasons. When only what the policy writes can break it, reward.on_error=fail gives such "
+                "expect, are the usual reasons. When only what the policy writes can break it, reward.on_error=0.0 gives such "
                 "answers the failing value, and the run goes on."
             )
 

@@ -40,8 +40,8 @@ class Selection:
 def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, oldest_first: bool = False) -> Selection:
     """Keeps the first ``target`` trajectories in rank order, whatever the order of ``ready``.
 
-    Groups are ranked by std, descending, ties in request order; or by request order alone. With ``oldest_first`` (left-over groups are
-    carried over) the version that began a group counts before the rank, so that no group grows stale by being passed over. Members
+    Groups are ranked by std, descending, ties in request order; or by request order alone. With ``oldest_first`` (left-over groups
+    are carried over) the version that began a group counts before the rank, so that no skipped group grows stale. Members
     that the cut takes off a group of ``train`` become ``surplus[cut]``. Groups without kept members are in neither part. Raises
     ValueError when a group to be ranked has no std.
     """

@@ -11,9 +11,9 @@ class Limit(SettingsModel):
     """An alarm: where it warns, and where it ends the run. null: never."""
 
     warn: float | None = Field(None, ge=0)
-    """Above this an event and a line on the terminal, once until the value is back. Raise it when you know the reason."""
+    """Beyond this the run emits an event and prints a line, once until the value is back. Change it when you know the reason."""
     stop: float | None = Field(None, ge=0)
-    """Above this the run ends with exit code 1. Set it for unattended runs."""
+    """Beyond this the run ends with exit code 1. Set it for unattended runs."""
 
     @model_validator(mode="after")
     def _order(self) -> Limit:
@@ -36,11 +36,6 @@ class Limit(SettingsModel):
 
 class Floor(Limit):
     """An alarm for a value that falls: where it warns, and where it ends the run. null: never."""
-
-    warn: float | None = Field(None, ge=0)
-    """Below this an event and a line on the terminal, once until the value is back. Lower it when you know the reason."""
-    stop: float | None = Field(None, ge=0)
-    """Below this the run ends with exit code 1. Set it for unattended runs."""
 
     def _beyond(self, value: float, bound: float) -> bool:
         return value < bound

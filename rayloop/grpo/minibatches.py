@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from rayloop.core.seeds import derive
+from rayloop.core.types import derive
 from rayloop.grpo.settings import UpdateSettings
 
 

@@ -11,8 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from rayloop.core.groups import Group, Member, Status, TrajectoryState, Unscored
-from rayloop.core.seeds import derive
-from rayloop.core.types import TrajectoryId
+from rayloop.core.types import TrajectoryId, derive
 from rayloop.grpo.settings import ReplaySettings
 
 REPLACED = Status(TrajectoryState.SURPLUS, "replaced_by_replay")
@@ -61,7 +60,7 @@ class ReplayBuffer:
         displaced member is no longer in the group; it counts as ``surplus[replaced_by_replay]``, or as what kept it from
         being scored. ``store`` the group as it came once it is committed.
         """
-        stored = self._draw(group, step) if self._settings.enabled and self._failed(group) else None
+        stored = self._draw(group, step) if self._settings.on and self._failed(group) else None
         if stored is None:
             return Injection(group)
         members = (replace(stored, replayed=True), *group.members[1:])
@@ -71,7 +70,7 @@ class ReplayBuffer:
 
     def store(self, group: Group) -> None:
         """Keep the group's fresh successes, as it was before injection; the oldest of its task make room."""
-        if not self._settings.enabled:
+        if not self._settings.on:
             return
         for member in group.scored:
             if not member.replayed and _result(member) > self._rules.success_above:
@@ -92,21 +91,14 @@ class ReplayBuffer:
         )
 
     def _draw(self, group: Group, step: int) -> Member | None:
-        limit = self._settings.max_age
-        fresh_enough = [
-            member
-            for member in self._stored.get(group.task.id, ())
-            if limit is None or step - member.summary.first_version.step <= limit
-        ]
-        if not fresh_enough:
-            return None
-        return random.Random(derive(self._seed, "replay", group.task.id, group.number)).choice(fresh_enough)
+        stored = list(self._stored.get(group.task.id, ()))
+        return random.Random(derive(self._seed, "replay", group.task.id, group.number)).choice(stored) if stored else None
 
     def stats(self) -> dict[str, Any]:
         """Returns the numbers of successes and tasks; for each task its number of successes and the oldest and newest step."""
         steps = {task: [m.summary.first_version.step for m in members] for task, members in self._stored.items() if members}
         tasks = {task: {"stored": len(s), "oldest_step": min(s), "newest_step": max(s)} for task, s in steps.items()}
-        return {"stored": len(self), "tasks": len(tasks), "per_task": tasks} if self._settings.enabled else {}
+        return {"stored": len(self), "tasks": len(tasks), "per_task": tasks} if self._settings.on else {}
 
     def state(self) -> dict[str, tuple[Member, ...]]:
         """Returns the stored members per task, oldest first, with payloads as references; a checkpoint writes the payloads."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
 from rayloop.grpo.filters.equal_rewards import EqualRewards
 from rayloop.grpo.filters.own import FILTER
@@ -51,37 +49,25 @@ ADVANTAGES = {
     "binarised": AdvantageSettings(baseline="binarised"),
     "chart_rvr": AdvantageSettings(std="population", std_floor=1.0),
     "raw": AdvantageSettings(min_group=1, singleton="raw"),
+    "permuted": AdvantageSettings(permuted=True),
 }
-"""The formulas of the works that this project unifies."""
+"""The formulas of the works that this project unifies, and a control."""
 
 
 class AdvantageChoice(SettingsModel):
     """Section 3: the group-relative advantage."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "normalize_std": Removed(True, "kind: dr_grpo does not divide by the standard deviation"),
-        "eps": Removed(1e-6, "it is that of the verl family, and matters only where rewards hardly differ"),
-        "std": Removed("unbiased", "kind: chart_rvr takes the population's"),
-        "std_floor": Removed(0.0, "kind: chart_rvr has a floor of 1"),
-        "baseline": Removed("mean", "kind: binarised is PyVision's"),
-        "min_group": Removed(2, "a group with one scored member is excluded, but with kind: raw"),
-        "singleton": Removed("error", "kind: raw takes a lone sample's reward itself"),
-    }
-
-    kind: Literal["grpo", "dr_grpo", "binarised", "chart_rvr", "raw"] = "grpo"
+    kind: Literal["grpo", "dr_grpo", "binarised", "chart_rvr", "raw", "permuted"] = "grpo"
     """grpo: (reward - mean) / standard deviation. dr_grpo: without the division, so groups that hardly differ weigh little.
     binarised (PyVision's ``grpo_w_anb``): mean and deviation of ``score != 0``, so that successes stay positive even when all
     are equal. chart_rvr: the population's deviation, 1 at least. raw: as grpo, and a lone sample's reward is its advantage (verl's
-    original), for ``group_size: 1``."""
-    tolerance: float = Field(0.0, ge=0)
-    """Rewards are all equal when max - min <= tolerance; their advantages are then exactly 0. Above 0 for noisy graders."""
-    permuted: bool = False
-    """A control for evidence: each group's rewards are shuffled over its members first, so that there is nothing to learn."""
+    original), for ``group_size: 1``. permuted: as grpo, with each group's rewards shuffled over its members first: a control from
+    which nothing can be learned."""
 
     @property
     def rules(self) -> AdvantageSettings:
         """The formula."""
-        return ADVANTAGES[self.kind].model_copy(update={"tolerance": self.tolerance, "permuted": self.permuted})
+        return ADVANTAGES[self.kind]
 
 
 class FilteringSettings(SettingsModel):
@@ -103,29 +89,20 @@ class FilteringSettings(SettingsModel):
     min_fraction: float = Field(0.5, gt=0, le=1)
     """Train a smaller batch when at least this share of the target survived; below it the run stops with the counts. Lower it
     when small steps are better than none."""
-    carry_over: bool | None = None
-    """Whole groups left over compete again at the next step while fresh, which needs ``max_staleness`` > 0. None: on exactly
-    then. Off throws them away (the originals' way): with ``max_staleness`` > 0 a trainer slower than generation then wastes most
-    of it, and ``when_late: wait`` the short half (long episodes are trained up to 1.2 times as often as played); a run says so."""
 
 
 class ReplaySettings(SettingsModel):
     """Section 5: ARPO's replay of one stored success into a group that failed throughout."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "capacity": Removed(8, "eight successes are stored per task, as in ARPO"),
-        "success_above": Removed(0.1, "a success is an environment result above 0.1, as in ARPO"),
-        "max_std": Removed(0.05, "a group failed when the std of its results is below 0.05, as in ARPO"),
-        "max_mean": Removed(0.2, "a group failed when the mean of its results is below 0.2, as in ARPO"),
-    }
+    kind: Literal["none", "corrected", "on_policy"] = "none"
+    """corrected: replay, with the weight of the policy that sampled it, for tasks so hard that whole groups fail again and again,
+    and whose environment gives a result. on_policy: the original, old log-probs recomputed and weight 1; only to reproduce
+    ARPO."""
 
-    enabled: bool = False
-    """For tasks so hard that whole groups fail again and again, and whose environment gives a result."""
-    max_age: int | None = Field(None, gt=0)
-    """Stored samples older than this many steps are not injected. None: no limit (the original). Set it when old successes are
-    far from the policy."""
-    treat_as_on_policy: bool = False
-    """True gives the original: old log-probs recomputed, correction weight 1. Only to reproduce ARPO."""
+    @property
+    def on(self) -> bool:
+        """Whether successes are stored and replayed."""
+        return self.kind != "none"
 
 
 class StalenessSettings(SettingsModel):
@@ -133,7 +110,8 @@ class StalenessSettings(SettingsModel):
 
     max_staleness: int = Field(0, ge=0)
     """0: synchronous; nothing starts before the weight sync and nothing in flight survives it. Raise it until the trainer no longer
-    waits for generation (``timing_s/gen``); more than that only makes samples older."""
+    waits for generation (``timing_s/gen``); more than that only makes samples older. Above 0, whole groups that a step leaves over
+    compete again at the next one while they are fresh enough."""
     when_late: Literal["wait", "drop"] = "wait"
     """A group in flight that would be too old at the next step. wait: the step is held until it is there, so every length of
     episode is trained as often as it is played. drop: it is thrown away when it ends; steps are up to 1.6 times as frequent and
@@ -161,12 +139,9 @@ class LossSettings(SettingsModel):
     kl_coef: float = Field(0.0, ge=0)
     """beta of the k3 term against the reference. 0 skips the reference altogether. 0.001 to 0.04 when the text degrades while
     the reward grows."""
-    kl_bound: float = Field(10.0, gt=0)
-    """The k3 term's log-ratio is clamped to this many nats either way: at 10 below the reference a token costs 22,015. Change
-    it only to reproduce verl's."""
     kl_cap: float | None = Field(None, gt=0)
     """Upper bound of the k3 term per token; beyond it there is no gradient. Set it when single tokens own the clipped gradient
-    (``actor/kl`` jumps). verl's low_var_kl is ``kl_bound: 20, kl_cap: 10``. None: no bound of its own."""
+    (``actor/kl`` jumps); 10 is verl's low_var_kl. None: only the log-ratio is bounded."""
     entropy_coef: float = Field(0.0, ge=0)
     """A bonus for entropy. 0 unless entropy collapses while rewards are still poor; then small (0.001 to 0.02)."""
     correction: Literal["decoupled", "bypass", "none"] = "decoupled"
@@ -176,6 +151,12 @@ class LossSettings(SettingsModel):
     correction_cap: float = Field(2.0, gt=0)
     """Upper bound of the decoupled per-token weight exp(old - behaviour). Lower it when a few stale tokens own the gradient
     (``actor/capped``)."""
+
+    @property
+    def kl_bound(self) -> float:
+        """The k3 term's log-ratio is clamped to so many nats either way: at 10 below the reference a token costs 22,015. verl has
+        20 where the term itself is capped."""
+        return 10.0 if self.kl_cap is None else 20.0
 
     @model_validator(mode="after")
     def _norm_length(self) -> LossSettings:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field
 
-from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError
-
-_TIMEOUT: Mapping[str, Removed] = {"timeout": Removed(60.0, "a logger that does not return within 60 s is dropped")}
 
 
 class PrometheusSettings(SettingsModel):
@@ -24,8 +21,6 @@ class PrometheusSettings(SettingsModel):
 class TensorBoardSettings(SettingsModel):
     """Event files in the run folder, below ``tensorboard/``. Needs the extra ``tensorboard``."""
 
-    removed: ClassVar[Mapping[str, Removed]] = _TIMEOUT
-
     kind: Literal["tensorboard"] = "tensorboard"
 
 
@@ -35,12 +30,6 @@ class WandbSettings(SettingsModel):
     The rest is W&B's own variables where the driver runs: ``WANDB_API_KEY`` (or a login there), ``WANDB_ENTITY`` when the project
     is a team's, ``WANDB_MODE=offline`` to write files only, for a later ``wandb sync``.
     """
-
-    removed: ClassVar[Mapping[str, Removed]] = {
-        **_TIMEOUT,
-        "entity": Removed(None, "W&B reads the variable WANDB_ENTITY where the driver runs"),
-        "mode": Removed("online", "W&B reads the variable WANDB_MODE where the driver runs"),
-    }
 
     kind: Literal["wandb"] = "wandb"
     project: str

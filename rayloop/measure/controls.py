@@ -14,8 +14,7 @@ from statistics import fmean
 from typing import Any, Protocol
 
 from rayloop.core.groups import Scored
-from rayloop.core.seeds import derive
-from rayloop.core.types import ImageSource, Task
+from rayloop.core.types import ImageSource, Task, derive
 from rayloop.measure.intervals import LEAST, Interval, interval, paired_interval
 
 RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same source", "other source", "blind", "sampled"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.failures import ConfigError
 from rayloop.rewards.functions import METHODS, Per, around, as_source
@@ -44,8 +42,6 @@ REWARD = ROLES["trajectory"]
 class RewardSettings(SettingsModel):
     """The reward source, and the treatment of its failures."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {"hung_threads": Removed(8, "a reward actor with eight calls that hang is replaced")}
-
     source: Annotated[Component, REWARD]
     """``{use: module:Class, with: {...}}`` or ``{use: module:function}``: the reward (docs/rewards.md). One instance serves all
     scoring threads of a reward actor."""
@@ -67,9 +63,17 @@ class RewardSettings(SettingsModel):
     timeout: float = Field(600.0, gt=0)
     """Seconds for scoring one trajectory (or one group); beyond it it is unscored. A run waits that long for a judge that is down:
     raise it when a judge's replica takes longer to come back, lower it for a grader of your own that may hang."""
-    on_error: Literal["exclude", "fail"] = "exclude"
-    """A grader that raises, or hangs, twice on the same trajectory: leave it out as ``grader_error`` or ``timeout``; or ``fail``:
-    give it ``failing_value``, flagged ``grader_error`` or ``grader_timeout``. ``fail`` is for graders that only the policy's text
-    can break; with it a mistake in the grader is trained as the policy's."""
-    failing_value: float = Field(0.0, allow_inf_nan=False)
-    """The reward of a trajectory whose grader failed under ``on_error: fail``, and of one that ended as ``tool_deadline``."""
+    on_error: Literal["exclude"] | Annotated[float, Field(allow_inf_nan=False)] = "exclude"
+    """A grader that raises, or hangs, twice on the same trajectory. exclude: leave it out as ``grader_error`` or ``timeout``; a
+    number: that reward, flagged ``grader_error`` or ``grader_timeout``, for graders that only the policy's text can break: a
+    mistake in the grader is then trained as the policy's. An episode that ended as ``tool_deadline`` has this number too, or 0."""
+
+    @property
+    def fails(self) -> bool:
+        """Whether a trajectory that the grader failed on gets a reward."""
+        return self.on_error != "exclude"
+
+    @property
+    def failing_value(self) -> float:
+        """The reward of what the policy itself broke."""
+        return 0.0 if self.on_error == "exclude" else self.on_error

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rayloop.core.groups import Group, Member, Scored
-from rayloop.core.seeds import derive
-from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version
+from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version, derive
 from rayloop.grpo.staleness import is_due
 from rayloop.run.config import RunConfig
 

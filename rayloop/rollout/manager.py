@@ -29,8 +29,8 @@ from rayloop.rollout.plain import Own
 from rayloop.rollout.ready import ReadyGroups
 from rayloop.rollout.scheduler import GroupScheduler
 from rayloop.run.config import RunConfig
+from rayloop.run.records.step_metrics import Collected
 from rayloop.run.rows import Reports
-from rayloop.run.step_metrics import Collected
 
 Finish = Callable[[Group], Awaitable[Group]]
 Hold = Callable[[tuple[Group, ...]], Awaitable[Collection[TrajectoryId]]]

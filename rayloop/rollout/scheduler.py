@@ -126,7 +126,7 @@ class GroupScheduler:
     def no_task(self) -> ConfigError:
         return ConfigError(
             f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl. If the rows are good "
-            "and what they need was broken, repair it and run again with checkpoint.clear_quarantine=true"
+            "and what they need was broken, repair it and run again with checkpoint.resume=runs/NAME/checkpoints/step_N"
         )
 
     def probe_tasks(self) -> list[Task]:

@@ -3,11 +3,11 @@
     checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
         trainer/                        model, optimizer, scheduler, RNG (rayloop/engines/training/state.py)
         driver.json                     everything the driver must know to continue (``Driver.state``), as plain values,
-        driver.safetensors              and its arrays and bytes (rayloop/run/plain_files.py)
+        driver.safetensors              and its arrays and bytes (rayloop/run/records/plain_files.py)
         COMPLETE                        JSON: step, lineage, size and CRC-32 of every file, and what it says of its run
                                         (rayloop/run/identity.py); written last, then the folder is renamed
     checkpoints/latest                  name of the checkpoint written last
-    checkpoints/best                    link to the checkpoint of the best held-out reward (``checkpoint.keep_best``)
+    checkpoints/best                    link to the checkpoint of the best held-out reward (``evaluation.patience``)
     checkpoints/lineage                 number of restores so far
 
 A crash at any byte leaves the previous checkpoint loadable: what is being written or removed is called ``*.tmp`` and is
@@ -38,7 +38,7 @@ from rayloop.core.events import Emit
 from rayloop.core.failures import CheckpointError, ConfigError, Damaged, NotSaved, Preempted, RayloopError
 from rayloop.core.files import Checksum, check_sum, kind_of, needed, size_below, size_of, summed, sync, unused, write_whole
 from rayloop.run.lock import OPEN, Fence
-from rayloop.run.plain_files import read, write
+from rayloop.run.records.plain_files import read, write
 
 MARKER, TRAINER, BEST = "COMPLETE", "trainer", "best"
 STRUCTURE, TENSORS = "driver.json", "driver.safetensors"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, Role, SettingsModel, check_components, load
 from rayloop.core.types import Sampling
 from rayloop.engines.cores import per_process
@@ -34,13 +33,13 @@ from rayloop.grpo.settings import (
 )
 from rayloop.loggers.settings import LoggersSettings
 from rayloop.rewards.settings import RewardSettings
-from rayloop.run import durations
 from rayloop.run.lifetime import (
     CheckpointSettings,
     EvaluationSettings,
     PreemptionSettings,
     RecoverySettings,
     ReportSettings,
+    check_durations,
     with_time_to_compile,
 )
 from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
@@ -95,75 +94,52 @@ class RoleSettings(SettingsModel):
     """What the roles have in common whose actors answer calls that may be made again elsewhere."""
 
     actors: int = Field(1, ge=1)
-    """Processes of this role, many calls at once each. Raise it when steps wait for them."""
+    """Processes of this role, many calls at once each; an engine or a reference holds the whole model. Raise it when steps wait for
+    them, when environments compute much or hang often, and to generate on more GPUs or nodes."""
     placement: Placement = Placement()
 
-
-_ATTEMPTS: Mapping[str, Removed] = {"attempts": Removed(3, "a call whose actor dies is made three times")}
 
 ENGINE = ("generate", "leave", "pause", "resume", "load", "health")
 """What a generation engine is asked for (``GenerationEngine``)."""
 
 
-class RolloutSettings(SettingsModel):
-    actors: int = Field(1, ge=1)
-    """Engines. Raise it to generate on more GPUs or nodes; each holds the whole model."""
+class RolloutSettings(RoleSettings):
     engine: Annotated[GenerationSettings, Role("engine", ENGINE)] = TransformersEngineSettings()
     """What generates: [engines](engines.md). One of your own: [engine](bring_your_own/engine.md)."""
     sampling: SamplingSettings = SamplingSettings()
-    placement: Placement = Placement()
     deterministic: bool = False
     """Each group is decoded as its own batch and committed in request order: a resumed run equals an uninterrupted one
     bit for bit. For tests and for hunting differences: decoding group by group is slower."""
 
 
 class EnvironmentSettings(RoleSettings):
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "actor_failures": Removed(3, "an actor on which three tasks fail one after another is replaced"),
-        "task_failures": Removed(2, "a task whose environment fails in two groups with no good one between is quarantined"),
-    }
-
-    actors: int = Field(1, ge=1)
-    """Processes that play episodes, many at once each. Raise it when environments compute much, or hang often."""
     episode: EpisodeSettings = EpisodeSettings()
     kinds: Annotated[dict[str, EnvironmentKind], ENVIRONMENT] = {}
     """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment in one run. A row names its
     own in the column ``environment``; a row without is played in ``episode.environment``. Empty: that column means nothing."""
     placement: Placement = Placement(num_cpus=0.5)
-    episodes_per_call: int | None = Field(None, ge=1)
-    """Episodes of a group that one call plays in one actor; None: the whole group. Set 1 for heavy environments (browsers,
-    desktops): a group's episodes are then spread over the actors, and one that ends its actor takes none of its call with it."""
     episodes_at_once: int | None = Field(None, ge=1)
-    """Episodes that one actor plays at once; the others wait in it, which counts for ``episode_timeout``. None: all that it is
-    given. Set it where an episode needs memory or cores of its own: browsers, desktops."""
+    """Episodes that one actor plays at once; the others wait in it, which counts for ``episode_timeout``. A group with more
+    members is split over the actors. None: all that the actor is given. Set it where an episode needs memory or cores of its own
+    (browsers, desktops); with 1 an episode that ends its actor takes no other one with it."""
     attempts: int = Field(3, ge=1)
     """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
     group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""
     episode_timeout: float = Field(3600.0, gt=0)
-    """Seconds for a whole episode; beyond it it hangs, and is played again. Raise it for long episodes, with
-    ``recovery.stall_timeout``."""
+    """Seconds for a whole episode; beyond them it hangs, and is played again. A generation request has a sixth of them, after
+    which its engine counts as lost. Raise it for long episodes and long turns, with ``recovery.stall_timeout``."""
 
 
 class RewardPool(RewardSettings, RoleSettings):
-    removed: ClassVar[Mapping[str, Removed]] = {**RewardSettings.removed, **_ATTEMPTS}
-
     placement: Placement = Placement(num_cpus=0.5)
 
 
 class ReferenceSettings(RoleSettings):
-    removed: ClassVar[Mapping[str, Removed]] = _ATTEMPTS
-
-    kind: Literal["none", "actor", "adapter_off"] = "none"
-    """actor: a frozen copy of the start model; adapter_off: the LoRA policy with its adapter disabled. Needs kl_coef > 0."""
-    timeout: float = Field(600.0, gt=0)
-    """Seconds for the log-probs of one group's trajectories. Raise it for long trajectories on slow devices."""
+    """The actors that hold a frozen copy of the start model, for ``policy.loss.kl_coef`` > 0 without LoRA; with LoRA the reference
+    is the policy without its adapter, and there are none."""
 
 
 class PolicySettings(SettingsModel):
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "start_timeout": Removed(600.0, "the ranks have recovery.start_timeout to load the model, and at least 600 s")
-    }
-
     ranks: int = Field(1, ge=1)
     """FSDP world size: one actor per rank. Raise it for more GPUs: memory per rank falls, and steps get faster."""
     engine: FsdpSettings = FsdpSettings()
@@ -195,25 +171,20 @@ class AlgorithmSettings(SettingsModel):
     @property
     def carry_over(self) -> bool:
         """Whether groups that did not fit into a step compete for the next one."""
-        asynchronous = self.staleness.max_staleness > 0
-        return asynchronous if self.filtering.carry_over is None else self.filtering.carry_over
+        return self.staleness.max_staleness > 0
 
 
 class WeightSyncSettings(SettingsModel):
     transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = ObjectStoreTransport()
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over synced weights. Raise it for large models over slow networks."""
-    self_test: bool = True
-    """At the start, perturb each parameter group in turn and require the engines' log-probs to follow the trainer's. Off for
-    large models in bfloat16, whose rounding can look like a failure."""
-    logprob_check: Literal["stop", "warn"] = "stop"
-    """What to do when rollout and trainer log-probs disagree at step 0. warn only while you look for the reason."""
+    logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
+    """The log-prob check at the start. stop: the run ends when engines and trainer disagree about the same weights. self_test:
+    also perturb each group of parameters in turn and require the engines to follow; choose stop for large models in bfloat16,
+    whose rounding can look like a failure. warn: as self_test, but go on; only while you look for the reason."""
     tolerance: float | None = Field(None, gt=0)
     """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known
     reason."""
-    probes: int = Field(4, ge=1)
-    """Training tasks sampled for the log-prob check and the self-test, and where steps cannot see drift (``alarms.logprobs``).
-    Raise it when too few tokens are compared."""
 
 
 def _name(text: str) -> str:
@@ -279,6 +250,20 @@ class RunConfig(SettingsModel):
         return made
 
     @property
+    def reference_kind(self) -> Literal["none", "actor", "adapter_off"]:
+        """Where the reference's log-probs of the KL term come from: actors with the start model, or the policy without its
+        adapter."""
+        if not self.policy.loss.kl_coef:
+            return "none"
+        return "actor" if self.policy.engine.lora is None else "adapter_off"
+
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        """``policy.optimizer``, whose schedule is as long as the run."""
+        update = self.policy.update
+        return self.policy.optimizer.over(self.steps * update.epochs * update.mini_batches)
+
+    @property
     def trainer(self) -> FsdpSettings:
         """``policy.engine`` as the ranks have it."""
         return self._scoring(self.policy.placement, self.policy.ranks)
@@ -321,19 +306,8 @@ def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConf
     """The checked configuration, with the files ``over`` laid over it. Raises ConfigError with file and line."""
     config = load(path, overrides, RunConfig, over)
     check_components(config)
-    durations.check(config)
+    check_durations(config)
     return config
-
-
-def wasteful(c: RunConfig) -> str:
-    """What an asynchronous run loses that throws left-over groups away while it waits for late ones; else ""."""
-    a = c.algorithm
-    if a.staleness.max_staleness == 0 or a.carry_over or a.staleness.when_late == "drop":
-        return ""
-    return (
-        f"filtering.carry_over: false with max_staleness: {a.staleness.max_staleness} throws away what ends while a step waits for "
-        "late groups, which is nearly half of all, and the short ones of it. Leave carry_over out, or set staleness.when_late: drop"
-    )
 
 
 def _problems(c: RunConfig) -> Any:
@@ -341,11 +315,8 @@ def _problems(c: RunConfig) -> Any:
     if a.group_size == 1 and a.advantage.kind != "raw":
         yield "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or advantage.kind: raw"
     unmeasured = c.data.eval is None or not c.evaluation.every
-    if unmeasured and (c.checkpoint.keep_best or c.evaluation.patience):
-        key = "checkpoint.keep_best" if c.checkpoint.keep_best else "evaluation.patience"
-        yield f"{key} goes by the held-out reward, which this run never measures: set data.eval and evaluation.every"
-    if a.filtering.carry_over and stale == 0:
-        yield "filtering.carry_over does nothing with staleness.max_staleness: 0: what is left over is stale by the next step"
+    if unmeasured and c.evaluation.patience:
+        yield "evaluation.patience goes by the held-out reward, which this run never measures: set data.eval and evaluation.every"
     if c.rollout.deterministic and stale > 0:
         yield f"rollout.deterministic promises bit-equal resumption, which max_staleness: {stale} cannot keep; set it to 0"
     if c.policy.update.mini_batches > a.groups_per_step:
@@ -353,13 +324,6 @@ def _problems(c: RunConfig) -> Any:
             f"policy.update.mini_batches ({c.policy.update.mini_batches}) are cut at group boundaries, "
             f"and a step has only {a.groups_per_step} groups"
         )
-    if (c.policy.loss.kl_coef > 0) != (c.reference.kind != "none"):
-        yield (
-            f"policy.loss.kl_coef is {c.policy.loss.kl_coef} and reference.kind is {c.reference.kind}: "
-            "a KL term needs a reference (actor or adapter_off), and a reference without a KL term is wasted"
-        )
-    if c.reference.kind == "adapter_off" and c.policy.engine.lora is None:
-        yield "reference.kind: adapter_off needs policy.engine.lora"
     if c.evaluation.every and not c.data.eval:
         yield "evaluation.every is set, but data.eval names no rows"
     episode, room = c.environment.episode, c.rollout.sampling.max_tokens

@@ -21,7 +21,7 @@ def demand(config: RunConfig, trains: bool = True) -> list[tuple[str, Placement]
     """One entry per actor, in the order of the placement group's bundles. An evaluation neither trains nor compares."""
     training = [
         ("policy", config.policy.ranks, config.policy.placement),
-        ("reference", config.reference.actors if config.reference.kind == "actor" else 0, config.reference.placement),
+        ("reference", config.reference.actors if config.reference_kind == "actor" else 0, config.reference.placement),
     ]
     roles = [
         ("rollout", config.rollout.actors, config.rollout.placement),

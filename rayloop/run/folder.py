@@ -18,9 +18,9 @@ from rayloop.core.failures import ConfigError, RunNameInUse
 from rayloop.core.files import needed, write_whole
 from rayloop.core.groups import Group, Member, Scored, Unscored
 from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
-from rayloop.run.events import EventLog
-from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
 from rayloop.run.lock import RunLock
+from rayloop.run.records.events import EventLog
+from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode
 
 SHOWN = 10
 """Rows left out for one reason that the console shows; quarantine.jsonl has all."""

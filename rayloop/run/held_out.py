@@ -15,7 +15,7 @@ from rayloop.measure.controls import BLIND, CONTROLS, OTHER, RIGHT, SAME, SAMPLE
 from rayloop.measure.intervals import Interval
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import jsonable
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 
 
 @dataclass(frozen=True, slots=True)

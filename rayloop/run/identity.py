@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rayloop.config.explain import walk
-from rayloop.config.removed import removed_below
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_files import hashed, resolve
 from rayloop.data.dataset import Dataset
@@ -37,8 +35,8 @@ FIXED = (
     "policy.optimizer.kind", "seed", "data.shuffle",
 )  # fmt: skip
 """Keys that may not change within a run; with a dot at the end, all below, and whether there are any."""
-FREE = ("policy.engine.lora.dropout",)
-"""Of these, the ones that may."""
+FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets")
+"""Of these, the ones that may; checkpoints of before have ``targets``, which is no key any more."""
 UNTOLD = ("checkpoint.resume",)
 """Keys that say how to start, not what the run is."""
 
@@ -108,9 +106,8 @@ def _unsaid(name: str, config: RunConfig) -> str | None:
 
 
 def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Each value of a checkpoint and of now by dotted key. A key that was removed since has the value that holds for it."""
-    old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
-    return old, {**{key: value for key, value in removed_below(walk(RunConfig)).items() if key in old}, **new}
+    """Each value of a checkpoint and of now by dotted key."""
+    return _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
 
 
 def _other_schema(schema: int) -> str:

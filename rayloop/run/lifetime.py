@@ -1,14 +1,19 @@
-"""Settings of what happens around the steps of a run: checkpoints, evaluation, reports, recovery, preemption. No torch, no ray."""
+"""Settings of what happens around the steps of a run (checkpoints, evaluation, reports, recovery, preemption), and the order of all
+durations. No torch, no ray.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, BaseModel, Field
 
-from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, SettingsModel
+from rayloop.core.failures import ConfigError
 
 COMPILING = ("vllm", "sglang")
 """Engines that compile and capture graphs when they start on a GPU."""
@@ -17,10 +22,6 @@ COMPILED = 1200.0
 
 
 class CheckpointSettings(SettingsModel):
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "max_failures": Removed(3, "the fourth checkpoint in a row that cannot be saved ends the run")
-    }
-
     every: int = Field(10, ge=1)
     """Steps between checkpoints; the last step is always saved. Lower it where machines may be taken away, raise it when saving
     is slow."""
@@ -29,24 +30,31 @@ class CheckpointSettings(SettingsModel):
     Turn it on where saving takes as long as steps do and that memory is there (docs/reliability.md)."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints that stay on disk; each is the weights and the optimizer's state. Raise it to go back further."""
-    keep_best: bool = False
-    """The checkpoint of the best held-out reward is saved whenever an evaluation is the best so far, and stays besides ``keep``, as
-    ``checkpoints/best``. On for runs that may get worse, and with ``evaluation.patience``."""
     resume: LocalPath = "auto"
-    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named
-    folder is what every start begins from, until it has saved itself: leave it out to go on with what was trained since."""
-    clear_quarantine: bool = False
-    """Play again what the run had quarantined before this start. Set it once, after what made good rows fail has been repaired: a
-    full disk, a broken environment."""
+    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named folder is
+    what every start begins from, and what the run had quarantined is played again: name it once, after what made good rows fail
+    has been repaired (a full disk, a broken environment), and leave it out to go on with what was trained since."""
+
+    @property
+    def named(self) -> bool:
+        """Whether ``resume`` is the folder of a checkpoint."""
+        return self.resume not in ("auto", "never")
 
 
-class SolvedSettings(SettingsModel):
-    """Which answers are right, where an answer is right or wrong: pass@k, and tasks that a policy can solve."""
+_RIGHT = re.compile(r"([\w/.:-]+)(?:\s*>=\s*(-?[\d.]+))?")
 
-    score: str = "reward"
-    """The reward, or the name of one of its components, such as ``success`` or ``click``."""
-    least: float = 1.0
-    """The score from which an answer is right; lower it for shares, such as 0.5 for an IoU."""
+
+def right(solved: str) -> tuple[str, float]:
+    """The score of ``evaluation.solved``, and the least value of it that is right. Raises ValueError for another text."""
+    found = _RIGHT.fullmatch(solved.strip())
+    if found is None:
+        raise ValueError(f"got {solved!r}, expected the name of a score, or `name >= number`")
+    return found[1], float(found[2] or 1.0)
+
+
+def _solved(text: str) -> str:
+    right(text)
+    return text
 
 
 class EvaluationSettings(SettingsModel):
@@ -56,14 +64,17 @@ class EvaluationSettings(SettingsModel):
     """Rows evaluated, as many of each data source and spread over the file, always the same; None: all. Set it
     when evaluation takes longer than what it tells is worth."""
     patience: int | None = Field(None, ge=1)
-    """Evaluations in a row without a better held-out reward after which the run ends, as finished; None: never. Set it, with
-    ``checkpoint.keep_best``, where more steps may only overfit. The controls of the last step are then left out."""
+    """Evaluations in a row without a better held-out reward after which the run ends, as finished, without the controls of the last
+    step; None: never. The checkpoint of the best evaluation is saved at once and stays, as ``checkpoints/best``. Set it where more
+    steps may only overfit."""
     greedy: bool = True
     """The likeliest answer instead of a sampled one: less noise, but not the policy that is trained."""
     samples: int = Field(0, ge=0)
     """Answers per row that are sampled as in training, besides the greedy one: their mean is the reward that is trained, a curve
     of its own. 4 show a gain of a few hundredths on a hundred rows. With ``greedy: false`` there is nothing but them."""
-    solved: SolvedSettings = SolvedSettings()
+    solved: Annotated[str, AfterValidator(_solved)] = "reward"
+    """Which answers are right, for pass@k and for the tasks that a policy can solve: from 1 on of the reward, or of one of its
+    components, such as ``success``; ``iou >= 0.5`` for a share."""
     by: tuple[str, ...] = ()
     """Columns of the rows by whose values ``eval`` also shows the means, such as ``platform`` and ``element`` of ScreenSpot;
     ``platform+element`` by both together."""
@@ -82,30 +93,42 @@ class ReportSettings(SettingsModel):
 
 class RecoverySettings(SettingsModel):
     replacements: int = Field(12, ge=0)
-    """Times an hour that one actor (a slot of its role) may be replaced; then it waits, while others go on. Raise it on machines
+    """Times an hour that one actor (a slot of its role) may be replaced; then it waits, while others go on. The policy group may be
+    rebuilt from the last checkpoint half as often, and a driver that died be started anew a sixth as often. Raise it on machines
     that are taken away often; 0 to see why an actor died."""
     minimum: int = Field(1, ge=1)
     """Actors of a role below which the run ends when they do not come back within ``start_timeout``; a role that has fewer needs
     all. Raise it when a run with one engine left costs more than it earns."""
-    policy_restarts: int = Field(6, ge=0)
-    """Times an hour that the policy group may be rebuilt from the last checkpoint. Raise it on machines that are taken away
-    often; 0 to see why a rank died."""
-    driver_restarts: int = Field(2, ge=0)
-    """Times an hour that a driver that died is started anew from the last checkpoint. Raise it on machines that are taken away
-    often; 0 to see why it died."""
-    health_every: float = Field(5.0, gt=0)
-    """Seconds between health checks of idle actors. Raise it when there are hundreds of actors."""
     health_timeout: float = Field(30.0, gt=0)
-    """Seconds an actor may leave a health check unanswered before it is replaced. Raise it for nodes that are very busy."""
+    """Seconds an idle actor may leave a health check unanswered before it is replaced; a sixth of them lies between two checks.
+    Raise it for nodes that are very busy, and when there are hundreds of actors."""
     start_timeout: float = Field(300.0, gt=0)
     """Seconds for placing and starting an actor; on GPUs 1,200 with vLLM and SGLang, which compile. Raise it where nodes come late,
     and for large models on slow storage; the policy's ranks have 600 at least."""
-    stall_report: float = Field(30.0, gt=0)
-    """Seconds in which nothing that the driver waits for ended, before a stall is reported, with stacks. Raise it when steps
-    are so long that it tells nothing."""
     stall_timeout: float = Field(4500.0, gt=0)
-    """The same before the run stops. Above the longest single call, a step of the trainer or an episode, or the two race: raise it
-    with them (docs/choosing_settings.md has the order of all durations)."""
+    """Seconds in which nothing that the driver waits for ended, before the run stops; after 30 of them a stall is reported, with
+    stacks. Above the longest single call, a step of the trainer or an episode: raise it with them (docs/choosing_settings.md has
+    the order of all durations)."""
+
+    @property
+    def policy_restarts(self) -> int:
+        """Times an hour that the policy group may be rebuilt: a rebuild costs more than a replacement."""
+        return math.ceil(self.replacements / 2)
+
+    @property
+    def driver_restarts(self) -> int:
+        """Times an hour that a driver may be started anew."""
+        return math.ceil(self.replacements / 6)
+
+    @property
+    def health_every(self) -> float:
+        """Seconds between two health checks of idle actors."""
+        return self.health_timeout / 6
+
+    @property
+    def stall_report(self) -> float:
+        """Seconds after which a stall is reported: 30, and sooner where the run is to stop within minutes."""
+        return min(30.0, self.stall_timeout / 10)
 
 
 def with_time_to_compile(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,3 +146,79 @@ class PreemptionSettings(SettingsModel):
     grace: float = Field(120.0, gt=0)
     """Seconds after SIGTERM or SIGINT within which the run must be saved; an update under way is finished first. Below what
     the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
+
+
+EPISODE, STEP = "environment.episode_timeout", "policy.step_timeout"
+SYNC, STALL = "weight_sync.timeout", "recovery.stall_timeout"
+
+
+@dataclass(frozen=True)
+class Duration:
+    """``key`` bounds ``what``; when it is over, ``then``. It must be shorter than the key ``within``, taken ``times`` times."""
+
+    key: str
+    what: str
+    then: str
+    within: str = ""
+    times: int = 1
+
+
+DURATIONS = (
+    Duration("environment.episode.step_timeout", "one `step` or `evaluate`", "the environment hangs: played again", EPISODE),
+    Duration("environment.episode.reset_timeout", "making an environment, and resetting it", "the same", EPISODE, 2),
+    Duration(EPISODE, "a whole episode", "it hangs: played again; an actor that has not said so 90 s later is replaced", STALL),
+    Duration("reward.timeout", "scoring one trajectory, tried twice", "unscored as `timeout`, or the failing value", STALL, 2),
+    Duration(STEP, "a trainer's step, a checkpoint, an export", "the ranks are rebuilt from the checkpoint", STALL),
+    Duration("weight_sync.transport.timeout", "each bucket of a broadcast", "the object store's copy is loaded", SYNC),
+    Duration(SYNC, "an engine's taking over of weights", "the engine is replaced", STALL),
+    Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced"),
+    Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),
+    Duration(STALL, "nothing having moved at all", "the run ends: some wait has no deadline of its own"),
+    Duration("preemption.grace", "saving, after SIGTERM", "the run ends unsaved; set it below what the scheduler allows"),
+)  # fmt: skip
+"""From the innermost wait to the outermost; those without ``within`` are bounded by nothing in the configuration."""
+
+
+def check_durations(config: BaseModel) -> None:
+    """Raises ConfigError that names, with their values, all durations which are not shorter than what waits for them."""
+    problems = list(_late(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _late(config: BaseModel) -> Iterator[str]:
+    for outer in dict.fromkeys(each.within for each in DURATIONS if each.within):
+        limit = value_of(config, outer)
+        late = [each for each in DURATIONS if each.within == outer and _seconds(config, each) >= (limit or 0.0)]
+        if limit is not None and late:
+            calls = ", ".join(f"{_named(each)} ({_seconds(config, each):g} s)" for each in late)
+            yield f"{outer} ({limit:g} s) must be longer than {calls}, which it waits for. Raise it, or lower what is named"
+
+
+def _named(each: Duration) -> str:
+    return each.key if each.times == 1 else f"{each.times} x {each.key}"
+
+
+def _seconds(config: BaseModel, each: Duration) -> float:
+    return each.times * (value_of(config, each.key) or 0.0)
+
+
+def value_of(config: BaseModel, key: str) -> float | None:
+    """Seconds; None where the kind that is chosen has no such key."""
+    place: object = config
+    for name in key.split("."):
+        if not isinstance(place, BaseModel) or name not in type(place).model_fields:
+            return None
+        place = place.__dict__[name]
+    return float(str(place))
+
+
+def table(config: BaseModel) -> str:
+    """The table of docs/choosing_settings.md, with the values of ``config``."""
+    lines = ["| key | default | seconds for | when they are over | shorter than |", "|---|---|---|---|---|"]
+    for each in DURATIONS:
+        default = value_of(config, each.key)
+        seconds = f"{default:g}" if default is not None else "60 (collective)"
+        shorter = f"`{each.within}`" if each.within else ""
+        lines.append(f"| `{each.key}` | {seconds} | {each.what} | {each.then} | {shorter} |")
+    return "\n".join(lines) + "\n"

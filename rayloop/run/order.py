@@ -16,7 +16,7 @@ from rayloop.core.types import Task
 from rayloop.measure.controls import RIGHT, SAMPLED
 from rayloop.run.folder import RunFolder
 from rayloop.run.held_out import read_items
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 
 
 class Order(Protocol):

@@ -56,18 +56,6 @@ def known(config: RunConfig) -> None:
         raise ConfigError(f"model.path: {model}: {why}")
 
 
-def schedule_over(config: RunConfig) -> str:
-    """That the learning rate is 0 before the last step, when it is; else ""."""
-    optimizer, update = config.policy.optimizer, config.policy.update
-    updates = config.steps * update.epochs * update.mini_batches
-    if optimizer.schedule == "constant" or optimizer.total_updates is None or optimizer.total_updates >= updates:
-        return ""
-    return (
-        f"policy.optimizer.total_updates: the schedule is over after {optimizer.total_updates} of {updates} updates, and the "
-        f"learning rate is 0 from then on. Set policy.optimizer.total_updates={updates}"
-    )
-
-
 def held_in(config: RunConfig) -> str:
     """How the run's environments hold in what the policy wrote, on this machine; empty when none executes any.
 

@@ -20,7 +20,7 @@ from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import SHOWN, RolloutRecord, RunFolder
 from rayloop.run.held_out import gain, metrics, read_items
-from rayloop.run.step_metrics import Collected, step_metrics
+from rayloop.run.records.step_metrics import Collected, step_metrics
 
 Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
 """Makes a logger, of the run's name and configuration."""

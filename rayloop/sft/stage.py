@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import Any, ClassVar, Protocol
+from typing import Protocol
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rayloop.chat.rendering import Rendered, Renderer
-from rayloop.config.removed import Removed
 from rayloop.config.settings import Component, LocalPath, SettingsModel
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Message, Sampling, Task, TokenIds, Trajectory, TrajectoryId, Turn, Version
@@ -62,10 +61,6 @@ class TinySettings(SettingsModel):
 class SftConfig(SettingsModel):
     """``python -m rayloop sft CONFIG``."""
 
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "max_image_pixels": Removed(50_000_000, "a larger image is refused before it is decoded")
-    }
-
     output: LocalPath
     """Folder of the trained model, in Hugging Face layout: what ``model.path`` of a run then names."""
     seed: int = 0
@@ -98,18 +93,9 @@ class SftConfig(SettingsModel):
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
-    """``total_updates`` of a schedule is ``steps`` unless given. The learning rate is that of a supervised stage, higher than a
-    run's."""
+    """The learning rate is that of a supervised stage, higher than a run's; a schedule ends with the stage."""
     log_every: int = Field(25, gt=0)
     """Steps between two lines on the terminal. Lower it to watch a short stage."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _schedule_ends_with_the_stage(cls, values: Any) -> Any:
-        match values:
-            case {"steps": steps, "optimizer": {"schedule": str(), **optimizer}} if "total_updates" not in optimizer:
-                return {**values, "optimizer": {**values["optimizer"], "total_updates": steps}}
-        return values
 
 
 class Examples:

@@ -60,11 +60,12 @@ class CollectiveTransport(TransportChoice):
     backend: Literal["gloo", "nccl"] = "gloo"
     """gloo: over TCP. nccl: between GPUs, for which every rollout actor and the policy's first rank need one of their own. At
     both ends the weights pass through CPU memory all the same: choose it where the network between the nodes is slow without."""
-    bucket_bytes: int = Field(2**30, ge=2**10)
-    """Tensors travel together in buckets of this size; a larger tensor has one of its own."""
+    bucket_bytes: ClassVar[int] = 2**30
+    """Tensors travel together in buckets of this size, which sender and receivers hold once more; a larger tensor has one of its
+    own. Smaller buckets cost a round trip each."""
     timeout: float = Field(60.0, gt=0)
-    """Seconds that a member waits for the others, to meet and for each bucket, before the broadcast fails. Must be less than
-    ``weight_sync.timeout``."""
+    """Seconds that a member waits for the others, to meet and for each bucket of 1 GiB, before the broadcast fails and the object
+    store's copy is loaded. Raise it for slow networks; it must be less than ``weight_sync.timeout``."""
 
     def problems(self, placed: Placed) -> Iterator[str]:
         """NCCL needs GPUs that are not shared."""

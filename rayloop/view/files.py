@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from rayloop.core.files import write_whole
 from rayloop.run.folder import RolloutDump, RunFolder
-from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
+from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode
 from rayloop.view.reader import open_run, series
 
 METRICS, RESULTS = "training_metrics.json", "task_results"

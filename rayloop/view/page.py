@@ -17,7 +17,7 @@ from rayloop.core.protocols import BoxReader
 from rayloop.core.types import ImageSource
 from rayloop.data.images import decode, probe
 from rayloop.run.folder import RunFolder
-from rayloop.run.jsonl import encode
+from rayloop.run.records.jsonl import encode
 from rayloop.view.reader import (
     ENDS,
     Record,

@@ -12,7 +12,7 @@ from rayloop.core.protocols import Box, BoxReader
 from rayloop.data.images import decode
 from rayloop.measure.controls import RIGHT
 from rayloop.run.folder import RunFolder
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 from rayloop.view.reader import Record, by_step, configuration, evenly, image_path, series, tint_note
 from rayloop.view.words import gained, sampled
 

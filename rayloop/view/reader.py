@@ -13,7 +13,7 @@ from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import BoxReader
 from rayloop.run.folder import RunFolder
-from rayloop.run.jsonl import JsonLines
+from rayloop.run.records.jsonl import JsonLines
 
 Record = dict[str, Any]
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rayloop.core import events
-from rayloop.run.events import KINDS
 from rayloop.run.folder import RunFolder
 from rayloop.run.lifetime import CheckpointSettings, RecoverySettings
+from rayloop.run.records.events import KINDS
 from rayloop.view.reader import ENDS, Record
 
 HOUR = 3600.0

@@ -23,7 +23,7 @@ from rayloop.recipes.arc_vision.data import box
 from rayloop.recipes.arc_vision.reward import ArcVisionReward, Played, arc_vision, inside
 from rayloop.rewards.saved import texts_of
 from rayloop.run.folder import RunFolder
-from rayloop.run.jsonl import SCHEMA_VERSION, JsonLines, encode
+from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode
 
 FIELDS = {
     "reasoning_traces": (

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayloop.core.seeds import derive
+from rayloop.core.types import derive
 
 KINDS = ("bar", "line", "pie", "stacked bar", "scatterplot", "area")
 """As the prompt calls them."""

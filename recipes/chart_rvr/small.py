@@ -13,7 +13,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from rayloop.core.seeds import derive
+from rayloop.core.types import derive
 from rayloop.recipes.chart_rvr.charts import Chart
 
 KINDS = ("bar", "line")

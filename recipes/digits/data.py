@@ -9,8 +9,7 @@ from typing import Any
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
-from rayloop.core.seeds import derive
-from rayloop.core.types import Message, Task
+from rayloop.core.types import Message, Task, derive
 from rayloop.data.dataset import field
 
 

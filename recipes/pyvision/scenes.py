@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw
 
-from rayloop.core.seeds import derive
+from rayloop.core.types import derive
 
 SIDE, CARD = 896, 240
 """Pixels of the page, and of a card."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayloop.chat.rendering import Rendered, Renderer
-from rayloop.core.cache import Cache
 from rayloop.core.failures import DataFailure
+from rayloop.core.threads import Cache
 from rayloop.core.traces import Trace
 from rayloop.core.types import Completion, ImageSource, Message, PromptImage, Sampling, TokenIds, Turn
 from rayloop.serve_apps.policy.api import ChatMessage

@@ -14,10 +14,9 @@ from prometheus_client import Counter, Gauge
 from rayloop.chat.rendering import Renderer
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DataFailure, DeadlineExceeded, OverLongPrompt
-from rayloop.core.seeds import derive
 from rayloop.core.threads import in_thread
 from rayloop.core.traces import image_json
-from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt
+from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, derive
 from rayloop.serve_apps.metrics import RequestMetrics
 from rayloop.serve_apps.policy.api import ChatMessage, ChatRequest
 from rayloop.serve_apps.policy.engines import Engines

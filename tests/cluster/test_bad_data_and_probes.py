@@ -109,7 +109,11 @@ async def probe(made: World, purpose: str = "logprob_check") -> list[Any]:
 
 
 @pytest.mark.parametrize("probes", [1, 3])
-def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(world: Make, probes: int) -> None:
+def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(
+    world: Make, probes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rayloop.cluster.loop.weight_sync.PROBES", probes)
+
     def first_hangs(made: World) -> Behave:
         async def behave(actor: Handle, request: RolloutRequest) -> Any:
             await asyncio.sleep(0)
@@ -118,7 +122,7 @@ def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(world: 
 
         return behave
 
-    made = world(first_hangs, environment={"actors": 2}, weight_sync={"probes": probes})
+    made = world(first_hangs, environment={"actors": 2})
     assert len(asyncio.run(probe(made))) == probes
     assert made.plays["train-0"] == 3
     assert made.plays.keys() == {f"train-{i}" for i in range(1 + probes)}  # those on a replaced actor begin again
@@ -128,7 +132,7 @@ def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(world: 
 
 
 def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> None:
-    made = world(hangs, environment={"actors": 2}, weight_sync={"probes": 4})
+    made = world(hangs, environment={"actors": 2})
 
     async def twice() -> None:
         reporter: Any = SimpleNamespace(event=made._emit)
@@ -142,7 +146,7 @@ def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> N
 
 
 def test_a_quarantined_task_is_no_probe(world: Make) -> None:
-    made = world(hangs, environment={"actors": 2}, weight_sync={"probes": 4})
+    made = world(hangs, environment={"actors": 2})
     made.rollouts.scheduler.quarantined = {BAD}
     assert len(asyncio.run(probe(made))) == 4
     assert BAD not in made.plays
@@ -200,8 +204,9 @@ async def no_records(group: Group) -> tuple[list[Any], dict[str, bytes]]:
     return [], {}
 
 
-def test_a_number_that_hung_as_a_probe_is_free_for_another_task(world: Make) -> None:
-    made = world(hangs, environment={"actors": 2}, weight_sync={"probes": 1})
+def test_a_number_that_hung_as_a_probe_is_free_for_another_task(world: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayloop.cluster.loop.weight_sync.PROBES", 1)
+    made = world(hangs, environment={"actors": 2})
 
     async def two() -> None:
         player = await made.player()

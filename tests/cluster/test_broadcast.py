@@ -15,7 +15,7 @@ from tests.support.publishing import Stage
 
 pytestmark = pytest.mark.timeout(300)
 
-COLLECTIVE: dict[str, Any] = {"kind": "collective", "bucket_bytes": 40_000, "timeout": 5}
+COLLECTIVE: dict[str, Any] = {"kind": "collective", "timeout": 5}
 GROUP = "_membership._name"
 """Of a receiver: the process group in which it is, None when it has left."""
 

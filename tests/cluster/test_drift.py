@@ -13,7 +13,7 @@ from rayloop.cluster.driver import Driver
 from rayloop.core.failures import AlarmStopped
 from rayloop.grpo.alarms import UNSEEN
 from rayloop.run.config import RunConfig
-from rayloop.run.step_metrics import Collected
+from rayloop.run.records.step_metrics import Collected
 from tests.support.drivers import made_driver
 from tests.support.runs import settings
 

@@ -15,7 +15,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.types import Version
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.run.config import RunConfig
-from rayloop.run.step_metrics import Collected
+from rayloop.run.records.step_metrics import Collected
 from tests.support.drivers import made_driver
 from tests.support.runs import settings
 
@@ -82,7 +82,7 @@ def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(tmp_p
     config = settings(tmp_path, tmp_path, steps=6)
     config["data"]["eval"] = config["data"]["train"]
     config["evaluation"] = {"every": 1, "patience": 2}
-    config["checkpoint"] = {"every": 100, "keep": 1, "keep_best": True}
+    config["checkpoint"] = {"every": 100, "keep": 1}
     (tmp_path / "evaluations").mkdir()
     driver = made_driver(RunConfig.model_validate(config), tmp_path, services=Services())
     monkeypatch.setattr(driver.services, "policy", Policy())
@@ -113,13 +113,13 @@ def test_a_quarantine_of_before_is_cleared_by_one_setting(tmp_path: Path, clear:
     before.rollouts.blame.groups_failed["train-1"] = 1
     save(before, 1)
 
-    after = driver(every=1, clear_quarantine=clear)
+    after = driver(every=1, resume=str(before.checkpoints.find("auto").folder) if clear else "auto")
     asyncio.run(after.restore())
     found = after.rollouts.scheduler.quarantined
     told = [record["tasks"] for _, record in after.reporter.updates if record.get("event") == "quarantine_cleared"]
     if not clear:
         assert (len(found), told) == (24, [])
-        with pytest.raises(ConfigError, match=r"checkpoint\.clear_quarantine=true"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.resume="):
             after.rollouts.scheduler.probe_tasks()
         return
     assert (found, after.rollouts.blame.groups_failed) == (set(), {})

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(300)]
 
 
 def test_a_run_is_given_up_and_its_best_checkpoint_stays(tmp_path: Path, digits_model: Path) -> None:
-    config = settings(tmp_path, digits_model, steps=20, checkpoint={"every": 10, "keep": 1, "keep_best": True})
+    config = settings(tmp_path, digits_model, steps=20, checkpoint={"every": 10, "keep": 1})
     config["reward"]["source"]["use"] = "tests.support.rewards:Peak"
     _, held_out = rows(24, 4, 3, 5, seed=0)
     (tmp_path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out), encoding="utf-8")

@@ -48,7 +48,7 @@ def well(made: World, actor: Handle, request: RolloutRequest) -> None: ...
 def test_a_group_is_one_call_or_as_many_as_were_asked_for(
     world: Make, size: int | None, expected: list[list[int]], per: str
 ) -> None:
-    made = world(unless(well), environment={"actors": 2, "episodes_per_call": size}, reward__per=per)
+    made = world(unless(well), environment={"actors": 2, "episodes_at_once": size}, reward__per=per)
     scored: list[int] = []
     score = made.score_group
 

@@ -217,7 +217,7 @@ def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, di
 
 
 def test_the_reference_annotates_the_rest(tmp_path: Path, digits_model: Path) -> None:
-    kl = {"reference__kind": "actor", "policy__loss": {"kl_coef": 0.1}}
+    kl = {"policy__loss": {"kl_coef": 0.1}}
     stage = Stage(tmp_path, digits_model, LOST, **kl)
     stage.rollouts.ready.groups = []
     c = stage.config
@@ -267,7 +267,7 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
     async def go_on() -> Driver:
         store.next_lineage()
         await store.save(1, await before.capture(), nothing, about(before.config, hashes, 24))
-        config = RunConfig.model_validate(settings(tmp_path, digits_model, reference__kind="actor", policy__loss={"kl_coef": 0.1}))
+        config = RunConfig.model_validate(settings(tmp_path, digits_model, policy__loss={"kl_coef": 0.1}))
         services = SimpleNamespace(policy=SimpleNamespace(load=nothing), reference=Reference())
         driver = made_driver(config, tmp_path / "run", "auto", hashes, services)
         await driver.restore()

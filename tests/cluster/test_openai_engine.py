@@ -32,7 +32,7 @@ def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Pa
         )  # fmt: skip
         file, out = tmp_path / "eval.yaml", tmp_path / "out"
         file.write_text(yaml.safe_dump(config), encoding="utf-8")
-        benchmark = ("--benchmark", "screenspot", "evaluation.by=[page]", "evaluation.solved.score=format", "--samples", "2")
+        benchmark = ("--benchmark", "screenspot", "evaluation.by=[page]", "evaluation.solved=format", "--samples", "2")
         command = ("eval", str(file), *benchmark, "--data", str(DATA / "test.jsonl"), "--out", str(out))
         done = subprocess.run(
             [sys.executable, "-m", "rayloop", *command], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
@@ -60,7 +60,7 @@ def test_a_server_that_takes_weights_is_trained(tmp_path: Path, digits_model: Pa
             "kind": "openai_http", "base_url": f"{server.url}/v1", "model": "ours", "interface": "tokens",
             "update": update, "dtype": "float32",
         }  # fmt: skip
-        made = finished(settings(tmp_path, digits_model, rollout__engine=engine, weight_sync={"probes": 1}, steps=2))
+        made = finished(settings(tmp_path, digits_model, rollout__engine=engine, steps=2))
     [logprob_check] = made.named("logprob_check")
     assert logprob_check["mean"] < 1e-4
     assert len(made.metrics) == 2

@@ -11,9 +11,9 @@ import pytest
 
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import LOCK, PREFIX, private_cluster, sweep
-from rayloop.run.config import RunConfig, wasteful
+from rayloop.run.config import RunConfig
 from rayloop.run.held_out import never_evaluated, on_training_rows
-from rayloop.run.preflight import BIASES, bannable, preflight, schedule_over
+from rayloop.run.preflight import BIASES, bannable, preflight
 
 MODEL = Path(__file__).parents[2] / "recipes/arc_vision/tiny"
 
@@ -61,7 +61,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 SERVER = {"kind": "openai_http", "base_url": "http://127.0.0.1:1/v1", "model": "theirs"}
-UPDATE = {"update": [{"path": "/load"}]}
+UPDATE = {"update": {"/load": {}}}
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,6 @@ def test_rows_that_are_named_and_never_evaluated_are_told(tmp_path: Path) -> Non
     assert said(1, eval="held.jsonl") == said(0) == ""
 
 
-def test_a_schedule_that_ends_before_the_run_is_told(tmp_path: Path) -> None:
-    def said(steps: int, **optimizer: Any) -> str:
-        policy = {"update": {"epochs": 2}, "optimizer": optimizer}
-        return schedule_over(config(tmp_path, steps=steps, policy=policy))
-
-    assert "over after 120 of 124 updates" in said(62, schedule="wsd", total_updates=120)
-    assert said(60, schedule="wsd", total_updates=120) == said(62) == ""
-
-
 @pytest.mark.parametrize(
     ("described", "why"),
     [
@@ -140,15 +131,6 @@ def test_a_schedule_that_ends_before_the_run_is_told(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_trained_is_refused_before_ray_starts(tmp_path: Path, described: dict[str, Any], why: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(described), encoding="utf-8")
     assert why in refusal(config(tmp_path, model={"path": str(tmp_path)}))
-
-
-def test_throwing_away_what_ends_while_a_step_waits_is_told(tmp_path: Path) -> None:
-    def said(stale: int, carry_over: bool | None, when_late: str = "wait") -> str:
-        staleness = {"max_staleness": stale, "when_late": when_late}
-        return wasteful(config(tmp_path, algorithm={"filtering": {"carry_over": carry_over}, "staleness": staleness}))
-
-    assert "carry_over: false with max_staleness: 2" in said(2, False)
-    assert said(0, False) == said(2, None) == said(2, True) == said(2, False, "drop") == ""
 
 
 def test_more_banned_tokens_than_vllm_takes_are_refused_before_its_engine_ends(tmp_path: Path) -> None:

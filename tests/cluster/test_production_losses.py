@@ -94,7 +94,7 @@ def test_what_is_lost_before_its_group_is_committed_is_not_stored_for_replay(tmp
     async def play(loop: Loop, request: RolloutRequest) -> Scored:
         return Scored(float(request.id.sample % 2))
 
-    loop = Loop(tmp_path, play, algorithm__replay={"enabled": True})
+    loop = Loop(tmp_path, play, algorithm__replay={"kind": "corrected"})
     plain, gone = loop.finish, {TrajectoryId(1, 1)}
 
     async def finish(group: Group) -> Group:

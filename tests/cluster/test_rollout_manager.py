@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.evidence.staleness import VirtualLoop
-from rayloop.core.background import background
+from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
@@ -204,7 +204,7 @@ def test_the_groups_that_differ_most_are_trained_and_the_rest_is_surplus(tmp_pat
 
 
 def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
-    changes = {"algorithm__filtering": {"carry_over": True, "ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1}}
+    changes = {"algorithm__filtering": {"ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1}}
     loop = Loop(tmp_path, differs, **changes)
 
     async def test() -> list[list[int]]:
@@ -217,7 +217,7 @@ def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
 
 
 def test_what_is_too_old_is_stale(tmp_path: Path) -> None:
-    changes = {"algorithm__filtering": {"carry_over": True, "ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1}}
+    changes = {"algorithm__filtering": {"ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1}}
     loop = Loop(tmp_path, differs, **changes)
 
     async def test() -> list[int]:
@@ -581,7 +581,7 @@ def test_a_failure_that_a_replayed_success_displaces_is_noticed(tmp_path: Path, 
             return Scored(float(request.id.sample > 0))
         return Unscored(UnscoredKind.ENVIRONMENT_FAILURE) if request.id.sample == 0 else Scored(0.0)
 
-    loop = Loop(tmp_path, play, algorithm__replay={"enabled": True})
+    loop = Loop(tmp_path, play, algorithm__replay={"kind": "corrected"})
     blamed: list[str] = []
     ended = loop.rollouts.blame.ended
 
@@ -638,7 +638,7 @@ def test_an_error_of_production_ends_the_wait_for_it(tmp_path: Path) -> None:
 def test_what_is_lost_after_it_was_scored_is_made_up_for(tmp_path: Path, stale: int) -> None:
     """The trainer finds twice that payloads are gone; other groups arrive while it looks."""
     changes: dict[str, Any] = {"algorithm__staleness": {"max_staleness": stale}} if stale else {}
-    loop = Loop(tmp_path, differs, **changes, algorithm__filtering={"carry_over": stale > 0})
+    loop = Loop(tmp_path, differs, **changes)
     held: list[list[int]] = []
 
     async def hold(groups: tuple[Group, ...]) -> set[TrajectoryId]:

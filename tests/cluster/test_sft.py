@@ -133,15 +133,6 @@ def test_a_stage_lowers_the_loss_and_writes_model_and_snapshots(undisturbed: Sta
     assert not (undisturbed.output / RUN / CHECKPOINTS).exists()
 
 
-def test_the_schedule_ends_with_the_stage_unless_told_otherwise(folder: Path, digits_model: Path) -> None:
-    settings = config(folder, digits_model, "unused")
-    assert SftConfig.model_validate(settings).optimizer.total_updates == STEPS
-    settings["optimizer"]["total_updates"] = 20
-    assert SftConfig.model_validate(settings).optimizer.total_updates == 20
-    settings["optimizer"] = {"lr": 1.0e-3}
-    assert SftConfig.model_validate(settings).optimizer.total_updates is None
-
-
 def test_a_line_of_progress_is_the_mean_since_the_line_before() -> None:
     progress = SftProgress(spent=100.0)
     for losses in ((1.0, 3.0), (5.0,)):

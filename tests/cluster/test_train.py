@@ -215,12 +215,8 @@ def test_more_gpus_than_there_are(tmp_path: Path, digits_model: Path, capsys: py
 
 CROSS_FIELD = [
     ({"algorithm.group_size": 1}, ["algorithm.group_size is 1"]),
-    ({"algorithm.filtering": {"carry_over": True}}, ["max_staleness: 0"]),
     ({"rollout.deterministic": True, "algorithm.staleness": {"max_staleness": 3}}, ["rollout.deterministic", "max_staleness: 3"]),
     ({"policy.update": {"mini_batches": 5}}, ["mini_batches (5)", "only 2 groups"]),
-    ({"policy.loss": {"kl_coef": 0.25}}, ["kl_coef is 0.25", "reference.kind is none"]),
-    ({"reference": {"kind": "actor"}}, ["kl_coef is 0.0", "reference.kind is actor"]),
-    ({"reference": {"kind": "adapter_off"}, "policy.loss": {"kl_coef": 0.1}}, ["policy.engine.lora"]),
     ({"evaluation": {"every": 3}}, ["data.eval"]),
     (
         {"environment.episode": {"max_prompt_tokens": 90, "max_tokens": 95}},

@@ -19,10 +19,10 @@ from rayloop.cluster.stages.head_watch import HeadGone, HeadWatch
 from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError, StorageFailed, WorkerLost
 from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig
-from rayloop.run.events import EventLog
 from rayloop.run.folder import RunFolder
 from rayloop.run.identity import ResumeRefused
 from rayloop.run.lock import Fence
+from rayloop.run.records.events import EventLog
 from tests.support.runs import settings
 
 Life = Callable[[RunFolder], None]
@@ -37,7 +37,7 @@ class Stage:
         death: type[Exception] = RayActorError,
     ) -> None:  # fmt: skip
         self.ask, self.killed, self.death = ask, 0, death
-        self.config = RunConfig.model_validate(settings(folder, folder, recovery={"driver_restarts": 5}))
+        self.config = RunConfig.model_validate(settings(folder, folder, recovery={"replacements": 30}))
         self.folder = RunFolder(self.config.output, self.config.name)
         self.lives, self.stop, self.told = lives, stop, list[tuple[Any, ...]]()
 

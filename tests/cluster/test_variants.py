@@ -56,8 +56,8 @@ def test_pictures_in_two_turns_on_two_ranks(tmp_path: Path, picture_model: Path)
     config = settings(
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
         environment__episode={"environment": LOOKS_TWICE, "max_turns": 2},
-        policy__ranks=2, policy__loss={"kl_coef": 0.05}, reference__kind="actor",
-        weight_sync={"probes": 2, "transport": {"kind": "filesystem"}},
+        policy__ranks=2, policy__loss={"kl_coef": 0.05},
+        weight_sync={"transport": {"kind": "filesystem"}},
     )  # fmt: skip
     made = trained(config)
     [logprob_check] = made.named("logprob_check")
@@ -82,7 +82,7 @@ def test_replay_and_partial_groups_when_deterministic(tmp_path: Path, digits_mod
     config = settings(
         tmp_path, digits_model, steps=STEPS, rollout__deterministic=True,
         reward__source__with={"fade": 1},
-        algorithm__replay={"enabled": True},
+        algorithm__replay={"kind": "corrected"},
         algorithm__filtering={"filters": [{"kind": "equal_rewards"}, {"kind": "positive_negative_advantage"}]},
     )  # fmt: skip
     lines = (tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -103,7 +103,7 @@ def test_adapters_with_themselves_switched_off_as_the_reference(tmp_path: Path, 
     config = settings(
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
         policy__engine={"threads": 1, "lora": {"rank": 4}}, policy__loss={"kl_coef": 0.05},
-        policy__optimizer={"lr": 1.0e-2}, reference__kind="adapter_off", weight_sync={"probes": 2},
+        policy__optimizer={"lr": 1.0e-2},
     )  # fmt: skip
     made = trained(config)
     assert {test["group"] for test in made.named("self_test", step=0)} == PARTS
@@ -116,7 +116,7 @@ def test_adapters_with_themselves_switched_off_as_the_reference(tmp_path: Path, 
 def test_generation_runs_ahead_of_training(tmp_path: Path, digits_model: Path) -> None:
     config = settings(
         tmp_path, digits_model, steps=5, rollout__sampling={"max_tokens": 60, "min_tokens": 60},
-        algorithm__staleness={"max_staleness": 1}, algorithm__filtering={"carry_over": True},
+        algorithm__staleness={"max_staleness": 1},
         reward__source__with={"seconds": 0.2},
     )  # fmt: skip
     made = trained(config)
@@ -130,7 +130,7 @@ def test_bfloat16(tmp_path: Path, picture_model: Path) -> None:
     config = settings(
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
         policy__engine={"threads": 1, "dtype": "bfloat16"}, rollout__engine={"threads": 1, "dtype": "bfloat16"},
-        weight_sync={"probes": 2},
+
     )  # fmt: skip
     made = trained(config)
     assert made.named("logprob_check")[0]["tolerance"] == 0.05
@@ -153,8 +153,8 @@ def test_two_epochs_of_two_mini_batches(tmp_path: Path, digits_model: Path) -> N
 def test_two_actors_of_every_role(tmp_path: Path, digits_model: Path) -> None:
     config = settings(
         tmp_path, digits_model, steps=STEPS, rollout__actors=2, environment__actors=2, reward__actors=2,
-        reference={"kind": "actor", "actors": 2}, policy__loss={"kl_coef": 0.05}, policy__ranks=2,
-        weight_sync={"probes": 2, "transport": {"kind": "collective", "bucket_bytes": 100_000}},
+        reference={"actors": 2}, policy__loss={"kl_coef": 0.05}, policy__ranks=2,
+        weight_sync={"transport": {"kind": "collective"}},
     )  # fmt: skip
     made = trained(config)
     on_policy(made)

@@ -24,7 +24,7 @@ START, END = 240.0, 400.0
 
 
 def text(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
-    return settings(folder, model, rollout__engine=VLLM, weight_sync={"self_test": True, "probes": 2}, **changes)
+    return settings(folder, model, rollout__engine=VLLM, weight_sync={"logprob_check": "self_test"}, **changes)
 
 
 def pages(folder: Path, engine: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def pages(folder: Path, engine: dict[str, Any], steps: int) -> dict[str, Any]:
         "rollout": {**config["rollout"], "engine": engine},
         "algorithm": {"group_size": 4, "groups_per_step": 2},
         "evaluation": {"every": 3, "limit": 24},
-        "weight_sync": {"self_test": True, "probes": 3},
+        "weight_sync": {"logprob_check": "self_test"},
         "report": {},
     }  # fmt: skip
 
@@ -67,7 +67,7 @@ def answers(made: Run) -> list[tuple[Any, ...]]:
 
 def test_three_steps_on_text_with_engines_of_two_processes(tmp_path: Path, digits_model: Path) -> None:
     """Every actor lives in a placement group, where vLLM by itself would start its workers through Ray."""
-    config = text(tmp_path, digits_model, recovery={"health_every": 0.05})
+    config = text(tmp_path, digits_model, recovery={"health_timeout": 1.0})
     config["rollout"]["engine"] = VLLM | {"tensor_parallel": 2}
     made = finished(config)
     healthy(made, {"embedding", "language"})

@@ -51,7 +51,7 @@ def test_a_stall_is_reported_with_what_is_awaited_and_the_stacks(tmp_path: Path)
             with_deadline(60.0, asyncio.sleep(0), "health of reward 0", actor, counts=False),
         )
 
-    (event,) = watched(hang(), tmp_path, stall_report=1.5)
+    (event,) = watched(hang(), tmp_path, stall_timeout=15.0)
     assert (event["event"], event["phase"]) == ("stalled", "gen")
     assert event["awaited"].startswith("score of reward 0 for ")
     stacks = (tmp_path / Path(event["stacks"]).name).read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def test_an_awaited_actor_that_answers_nothing_is_told_once(monkeypatch: pytest.
 
 
 def test_a_disk_that_refuses_the_stacks_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (event,) = watched(with_deadline(60.0, asyncio.sleep(2.5), "a call"), tmp_path / "nowhere", stall_report=1.5)
+    (event,) = watched(with_deadline(60.0, asyncio.sleep(2.5), "a call"), tmp_path / "nowhere", stall_timeout=15.0)
     assert (event["event"], event["stacks"]) == ("stalled", "")
     assert event["awaited"].startswith("a call for ")
     assert "=== driver ===" in caplog.text
@@ -103,13 +103,13 @@ def test_whatever_ends_puts_the_stall_off_but_health_checks_do_not(tmp_path: Pat
         while time.monotonic() < end:
             await with_deadline(9.0, asyncio.sleep(0.2), "a call", counts=counts)
 
-    assert watched(work(True), tmp_path, stall_report=1.5) == []
-    assert {e["event"] for e in watched(work(False), tmp_path, stall_report=1.5)} == {"stalled"}
+    assert watched(work(True), tmp_path, stall_timeout=15.0) == []
+    assert {e["event"] for e in watched(work(False), tmp_path, stall_timeout=15.0)} == {"stalled"}
 
 
 def test_a_stall_ends_the_run_at_the_timeout(tmp_path: Path) -> None:
     with pytest.raises(Stalled, match=r"nothing moved for \d s in phase gen, awaited: load of rollout 1 for \d s"):
-        watched(with_deadline(60.0, asyncio.sleep(60), "load of rollout 1"), tmp_path, stall_report=1.0, stall_timeout=2.0)
+        watched(with_deadline(60.0, asyncio.sleep(60), "load of rollout 1"), tmp_path, stall_timeout=2.0)
 
 
 def test_a_wait_ends_at_its_deadline_and_when_the_run_stops() -> None:

@@ -48,7 +48,7 @@ START = Version(0, 0)
 def configuration(folder: Path, model: Path, **changes: Any) -> RunConfig:
     return RunConfig.model_validate(
         settings(
-            folder, model, data={"train": str(picture_rows(folder, 4))}, weight_sync={"probes": 3},
+            folder, model, data={"train": str(picture_rows(folder, 4))},
             rollout__sampling={"max_tokens": 8, "min_tokens": 2, "temperature": 0.8},
             environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"}, **changes,
         )

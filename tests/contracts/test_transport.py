@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(300)
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "object_store": {"kind": "object_store"},
     "filesystem": {"kind": "filesystem"},
-    "collective": {"kind": "collective", "bucket_bytes": 40_000, "timeout": 5},
+    "collective": {"kind": "collective", "timeout": 5},
     "cuda_ipc": {"kind": "cuda_ipc"},
     "page": {"use": "shared_folder.py:SharedFolder"},
 }
@@ -143,8 +143,7 @@ def test_the_page_s_configuration_is_valid(tmp_path: Path, monkeypatch: pytest.M
     ("wrong", "message"),
     [
         ({"kind": "objct_store"}, r"weight_sync\.transport\.kind: got 'objct_store', expected one of object_store, .*did you mean"),
-        ({"kind": "collective", "bukket_bytes": 1},
-         r"weight_sync\.transport\.bukket_bytes: unknown key; did you mean `bucket_bytes`"),
+        ({"kind": "collective", "bakkend": 1}, r"weight_sync\.transport\.bakkend: unknown key; did you mean `backend`"),
         ({"use": "pathlib:Path"}, r"weight_sync\.transport: use: 'pathlib:Path' has no nested Settings class"),
         ({"use": "rayloop.envs.single_turn:SingleTurn"}, "has no method sender and no receiver and no deliver"),
         ({"use": "x:y", "wit": {}}, r"weight_sync\.transport\.wit: unknown key; did you mean `with`"),

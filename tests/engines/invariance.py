@@ -30,7 +30,7 @@ LOSSES = {"sgd": LossSettings(kl_coef=0.05, entropy_coef=0.01), "adamw": LossSet
 LAYOUTS = {
     "one micro-batch": FsdpSettings(),
     "three micro-batches": FsdpSettings(micro_batch_tokens=35),
-    "not packed": FsdpSettings(micro_batch_tokens=1, logprob_chunk=4, gradient_checkpointing=True),
+    "not packed": FsdpSettings(micro_batch_tokens=1, gradient_checkpointing=True),
 }
 
 

@@ -25,7 +25,7 @@ from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine, image, prompt, special
 from tests.support.openai_server import Server, serving
 
-UPDATE = [{"path": "/load", "body": {"model_path": "{folder}"}}]
+UPDATE = {"/load": {"model_path": "{folder}"}}
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -30,10 +31,10 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(find_spec("vllm") is None, reason="needs the environment with vLLM (make test-vllm)"),
 ]
-UPDATE = [
-    {"path": "/collective_rpc", "body": {"method": "reload_weights", "kwargs": {"weights_path": "{folder}"}}},
-    {"path": "/reset_prefix_cache"},
-]
+UPDATE: dict[str, Any] = {
+    "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": "{folder}"}},
+    "/reset_prefix_cache": {},
+}
 START = 200.0
 """Seconds that the server may take to start."""
 

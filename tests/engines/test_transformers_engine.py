@@ -142,7 +142,7 @@ def test_samples_follow_the_distribution(tiny_text: Path) -> None:
     sampling = Sampling(temperature=1.3, max_tokens=1)
     base = prompt(tiny_text, "What is 3 + 9?")
     n = 3000
-    done = many(tiny_text, max_batch=n)(*((dataclasses.replace(base, seed=seed), sampling) for seed in range(n)))
+    done = many(tiny_text, max_sequences=n)(*((dataclasses.replace(base, seed=seed), sampling) for seed in range(n)))
     model = load_model(ModelSettings(path=str(tiny_text)))
     with torch.no_grad():
         logits = model(torch.tensor([base.token_ids])).logits[0, -1]
@@ -287,7 +287,7 @@ def test_requests_that_trickle_in_share_a_batch(tiny_text: Path, monkeypatch: py
         assert batches == [8, 1]
 
     monkeypatch.setattr(arrivals, "FIRST", 0.5)
-    served(tiny_text, test, max_batch=8)
+    served(tiny_text, test, max_sequences=8)
 
 
 def test_a_batch_waits_twice_as_long_as_requests_kept_it_waiting_lately() -> None:

@@ -125,7 +125,7 @@ def test_a_hung_actor_is_reported_with_its_stack_and_ends_the_run(tmp_path: Path
     marks = Marks(tmp_path / "marks")
     config = settings(
         tmp_path, digits_model, reward__timeout=3000.0, reward__source__with={"seconds": 1000.0},
-        recovery={"health_every": 600.0, "stall_report": 4.0, "stall_timeout": 45.0},
+        recovery={"health_timeout": 3600.0, "stall_timeout": 45.0},
     )  # fmt: skip
     with run(marked(config, marks), module="tests.support.unordered") as made:
         next_mark(made, marks, "score", 8)

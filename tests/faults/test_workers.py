@@ -32,7 +32,7 @@ def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: P
     marks = Marks(tmp_path / "marks")
     config = settings(
         tmp_path, digits_model, steps=9, checkpoint__every=9, data__shuffle=False,
-        reference__kind="actor", policy__loss__kl_coef=0.01,
+        policy__loss__kl_coef=0.01,
         rollout__sampling={"max_tokens": 300, "min_tokens": 300}, reward__source__with={"seconds": 0.3},
     )  # fmt: skip
     hung = tmp_path / "hung"
@@ -82,7 +82,7 @@ def test_an_engine_that_stands_still_is_told_and_replaced_and_does_not_wake(
 ) -> None:
     config = settings(
         tmp_path, digits_model, steps=9, checkpoint__every=9, rollout__sampling={"max_tokens": 200, "min_tokens": 200},
-        recovery={"health_every": 1.0, "health_timeout": 20.0},
+        recovery={"health_timeout": 12.0},
     )  # fmt: skip
     with run(config) as made:
         made.until_event("trained", step=2)

@@ -51,7 +51,7 @@ def configuration(folder: Path, model: Path, carries: tuple[str, ...]) -> dict[s
         folder, model, steps=10_000, data__eval=str(folder / "eval.jsonl"), evaluation={"every": 1},
         rollout__sampling={"max_tokens": 100, "min_tokens": 100}, reward__source__with={"seconds": 0.05},
         algorithm={"group_size": 4, "groups_per_step": 2, "staleness": {"max_staleness": 2}},
-        recovery={"start_timeout": 120.0, "health_every": 600.0}, rollout__engine={"threads": 1},
+        recovery={"start_timeout": 120.0, "health_timeout": 3600.0}, rollout__engine={"threads": 1},
         checkpoint={"every": 1 if "policy" in carries else EVERY},
     )  # fmt: skip
     for role in ROLES:

@@ -308,7 +308,7 @@ def test_whatever_it_raises_is_no_number(monkeypatch: pytest.MonkeyPatch) -> Non
         raise RecursionError("maximum recursion depth exceeded")
 
     monkeypatch.setattr("rayloop.judge.reward.extract", broken)
-    outcome = scored_by_an_actor({"url": "http://127.0.0.1:9"}, timeout=1.0, on_error="fail")
+    outcome = scored_by_an_actor({"url": "http://127.0.0.1:9"}, timeout=1.0, on_error=0.0)
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.rollout.plain import Plain, filled
-from rayloop.run.plain_files import read, write
+from rayloop.run.records.plain_files import read, write
 
 
 def saved_and_read(state: Plain, folder: Path) -> Any:

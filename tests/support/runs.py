@@ -21,7 +21,7 @@ import psutil
 import yaml
 
 from rayloop.recipes.digits.data import rows
-from rayloop.run import events, metrics
+from rayloop.run.records import events, metrics
 
 ROOT = Path(__file__).parents[2]
 TAG = "RAYLOOP_TEST_RUN"
@@ -47,9 +47,9 @@ def settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
         "reward": {"source": {"use": "tests.support.rewards:TokenReward", "with": {}}},
         "policy": {"engine": {"threads": 1}, "optimizer": {"lr": 1.0e-3}},
         "algorithm": {"group_size": 4, "groups_per_step": 2},
-        "weight_sync": {"self_test": False, "probes": 1},
+        "weight_sync": {"logprob_check": "stop"},
         "checkpoint": {"every": 1},
-        "recovery": {"health_every": 600.0},  # whoever calls a dead actor must notice by itself
+        "recovery": {"health_timeout": 3600.0},  # whoever calls a dead actor must notice by itself
     }
     for key, value in changes.items():
         set_key(config, key.replace("__", "."), value)

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError
 
 from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.cluster.roles.pool import Pool
-from rayloop.core.background import background
+from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, RolloutFailed, Scored, Unscored, UnscoredKind

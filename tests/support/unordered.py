@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from rayloop.cli import main
-from rayloop.run import durations
+from rayloop.run import config
 
 if __name__ == "__main__":
-    durations.check = lambda config: None  # type: ignore[assignment]
+    config.check_durations = lambda config: None  # type: ignore[assignment]
     sys.exit(main(sys.argv[1:]))

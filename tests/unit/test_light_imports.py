@@ -9,7 +9,7 @@ import pytest
 
 LIGHT = [
     "rayloop.core.ledger",
-    "rayloop.core.seeds",
+    "rayloop.core.types",
     "rayloop.grpo.settings",
     "rayloop.grpo.advantage",
     "rayloop.grpo.filtering",

@@ -158,7 +158,7 @@ def replay_step(entry: Entry, file: Sequence[Entry]) -> Deviation:
 
 def _replayed(entry: Entry, file: Sequence[Entry], rules: ReplayRules) -> dict[str, list[str]]:
     """One visit of a task. Which stored sample is injected is random, so any sample that was stored is right."""
-    buffer = ReplayBuffer(ReplaySettings(enabled=True), seed=0, rules=rules)
+    buffer = ReplayBuffer(ReplaySettings(kind="corrected"), seed=0, rules=rules)
     names: dict[TrajectoryId, str] = {}
     before = _stored_before(entry, file)
     for i, name in enumerate(before):
@@ -266,8 +266,8 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
     }
 
 
-LOW_VAR_KL = LossSettings(kl_coef=1.0, kl_bound=20.0, kl_cap=10.0)
-NOT_CAPPED = "the estimate of one token is bounded by its log-ratio alone, ±10; kl_cap: 10 and kl_bound: 20 are verl's bounds"
+LOW_VAR_KL = LossSettings(kl_coef=1.0, kl_cap=10.0)
+NOT_CAPPED = "the estimate of one token is bounded by its log-ratio alone, ±10; kl_cap: 10 gives verl's bounds"
 
 
 def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:

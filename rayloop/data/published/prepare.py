@@ -13,7 +13,7 @@ from typing import Any
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.files import write_whole
-from rayloop.core.seeds import derive
+from rayloop.core.types import derive
 from rayloop.data.published.column_map import ColumnMap, mapped
 from rayloop.data.published.images import Pictures, fractions
 from rayloop.data.published.source import entries, folder, present

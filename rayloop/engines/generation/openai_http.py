@@ -40,7 +40,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ATTEMPTS = 6
 """How often a server is asked that cannot be reached, is busy or fails: with 1, 2, 4, 8, 16 seconds between, a restart of it."""
 TIMEOUT = 600.0
-"""Seconds for one answer; the caller bounds all attempts together (``environment.episode.request_timeout``)."""
+"""Seconds for one answer; the caller bounds all attempts together (a sixth of ``environment.episode_timeout``)."""
 IMAGE = "<|image_pad|>"
 
 
@@ -108,10 +108,10 @@ class OpenAiHttpEngine:
             await self._check()
         target = self._folder / f"weights-{manifest.version}"
         await asyncio.to_thread(self._write, manifest, tensors, target)
-        for call in self._settings.update:
-            answer = await self._post(self._root + call.path, _filled(call.body, str(target.resolve())))
+        for path, body in self._settings.update.items():
+            answer = await self._post(self._root + path, _filled(body, str(target.resolve())))
             if isinstance(answer, dict) and answer.get("success") is False:
-                raise WeightSyncError(f"version {manifest.version}: {self._root}{call.path} answered {answer}")
+                raise WeightSyncError(f"version {manifest.version}: {self._root}{path} answered {answer}")
         self._version = manifest.version
 
     def health(self) -> EngineHealth:

@@ -161,8 +161,8 @@ class TransformersEngine:
                 return [], 0.0
         if free := [request for request in self._waiting if request.prompt.cohort is None]:
             deadlines.append(free[-1].arrival + self._arrivals.wait)
-            if len(free) >= self._settings.max_batch or now >= deadlines[-1]:
-                return free[: self._settings.max_batch], None
+            if len(free) >= self._settings.max_sequences or now >= deadlines[-1]:
+                return free[: self._settings.max_sequences], None
         return [], max(0.0, min(deadlines) - now)
 
     def _missing(self, cohort: str, members: list[_Request]) -> int:

@@ -18,11 +18,10 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
 
-from rayloop.core.cache import Cache
 from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
-from rayloop.core.seeds import derive
-from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.core.threads import Cache
+from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version, derive
 from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.prompts import collapsed, picture
 from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers, usage

@@ -25,11 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
 from rayloop.core.files import Checksum
 from rayloop.core.protocols import TrainItem
-from rayloop.core.seeds import derive
 from rayloop.core.threads import asked, settle, start
-from rayloop.core.types import Trajectory, Version
+from rayloop.core.types import Trajectory, Version, derive
 from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
-from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.heap import keep_freed
@@ -87,7 +86,7 @@ class FsdpEngine:
         if self._device.type == "cpu":
             keep_freed()
         torch.manual_seed(seed)  # what new adapters start from
-        mesh = join(self._device.type, rank, world_size, init_method, settings.collective_timeout)
+        mesh = join(self._device.type, rank, world_size, init_method, COLLECTIVE_TIMEOUT)
         try:
             self._load(model, mesh)
         except BaseException:
@@ -310,7 +309,7 @@ class FsdpEngine:
         """``save`` beside training: returns when the state is copied. The future has the result of ``save``. Only one at a time."""
         own, random = state.copied(self._saved(folder)), state.random_state()
         if self._savers is None:
-            within = timedelta(seconds=self._settings.collective_timeout)
+            within = timedelta(seconds=COLLECTIVE_TIMEOUT)
             self._savers = dist.new_group(backend="gloo", timeout=within)
         written: Future[dict[str, Checksum]] = asked()
         start(lambda: settle(written, lambda: state.save(folder, own, self._rank, random, self._savers)))

@@ -29,15 +29,17 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, checkpoint_name
 
     groups = model_groups(checkpoint_names.values())
     in_vision = {*groups.get("vision", ()), *groups.get("merger", ())}
-    targets = [
+    head = model.get_output_embeddings()
+    linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
-        and name.rpartition(".")[2] in settings.targets
+        and module is not head
         and (settings.vision or checkpoint_names[f"{name}.weight"] not in in_vision)
     ]
+    targets = [name for name in linear if name.rpartition(".")[2] in settings.targets] or linear
     if not targets:
-        raise ConfigError(f"lora.targets {list(settings.targets)}: no linear layer of {type(model).__name__} has such a name")
+        raise ConfigError(f"policy.engine.lora: {type(model).__name__} has no linear layer to adapt")
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=targets, bias="none"
     )

@@ -47,4 +47,4 @@ class OSWorldSettings(ScreenSettings):
     step_timeout: float = Field(90.0, gt=0)
     """Seconds for one action, its screenshot included. Keep the turn's sum below ``episode.step_timeout``."""
     evaluate_timeout: float = Field(300.0, gt=0)
-    """Seconds for OSWorld's check of the result. Keep it below ``episode.evaluate_timeout``."""
+    """Seconds for OSWorld's check of the result. Keep it below ``episode.step_timeout``."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from rayloop.config.removed import Removed
 from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Group
 
@@ -17,11 +16,6 @@ RIGHT, WRONG = 1.0, 0.0
 
 class EqualRewards(SettingsModel):
     """Group filter: rewards that are all equal teach nothing. Counted as all_right, all_wrong or all_equal."""
-
-    removed: ClassVar[Mapping[str, Removed]] = {
-        "right": Removed(1.0, "an equal group at 1 or above counts as all_right"),
-        "wrong": Removed(0.0, "an equal group at 0 or below counts as all_wrong"),
-    }
 
     kind: Literal["equal_rewards"] = "equal_rewards"
     tolerance: float = Field(0.0, ge=0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from rayloop.config.removed import Removed
 from rayloop.core.groups import Member
 from rayloop.core.types import EndReason
 from rayloop.grpo.filters.base import MemberFilter
@@ -59,8 +57,6 @@ class KeepEndReasons(MemberFilter):
 
 class PositiveNegativeAdvantage(MemberFilter):
     """Drop right answers (reward > 0) whose advantage is negative."""
-
-    removed: ClassVar[Mapping[str, Removed]] = {"right_above": Removed(0.0, "an answer with a reward above 0 is right")}
 
     kind: Literal["positive_negative_advantage"] = "positive_negative_advantage"
 

@@ -25,7 +25,7 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.cluster.roles.pool import Pool
 from rayloop.core.groups import Outcome
-from rayloop.core.references import Ref
+from rayloop.core.types import Ref
 from rayloop.core.types import Task, Trajectory, Version
 
 

@@ -177,7 +177,7 @@ def test_an_engine_that_does_not_answer_is_lost(text_folder: Path) -> None:
         await asyncio.sleep(60)
 
     driver = Driver(Engine())
-    summary, _ = run(actor(text_folder, request_timeout=0.1), Engine(hang), driver)
+    summary, _ = run(actor(text_folder, timeout=1.2), Engine(hang), driver)
     assert isinstance(summary, Summary)
     assert driver.asked == [("3/1@0", 7)]
 

@@ -188,13 +188,13 @@ def test_trajectories_scored_in_one_call_have_outcomes_of_their_own(text_folder:
 
 def test_a_crash_that_repeats_is_the_failing_value_when_that_was_asked_for(text_folder: Path, grader: str) -> None:
     crashes = [ZeroDivisionError("x"), ZeroDivisionError("x")]
-    outcome = score(text_folder, grader, crashes, failing_value=-1.0, on_error="fail")
+    outcome = score(text_folder, grader, crashes, on_error=-1.0)
     assert outcome == Scored(-1.0, {}, ("grader_error",))
     assert outcome.trace.endswith("ZeroDivisionError: x")
 
 
-@pytest.mark.parametrize("on_error", ["exclude", "fail"])
-def test_a_source_may_declare_its_exceptions_infrastructure(text_folder: Path, on_error: str) -> None:
+@pytest.mark.parametrize("on_error", ["exclude", 0.0])
+def test_a_source_may_declare_its_exceptions_infrastructure(text_folder: Path, on_error: Any) -> None:
     crashes = [RecursionError("deep"), RecursionError("deep")]
     outcome = score(text_folder, f"{__name__}:Client", crashes, on_error=on_error)
     assert outcome == Unscored(UnscoredKind.REWARD_UNAVAILABLE, f"{__name__}:Client: RecursionError: deep")
@@ -210,7 +210,7 @@ def test_a_source_that_cancels_or_exits_does_not_end_the_actor(text_folder: Path
 
 def test_a_tool_that_the_action_hung_is_the_failing_value_without_asking(text_folder: Path) -> None:
     Grader.answers, Grader.asked, Grader.seconds = [], [], 0.0
-    settings = RewardSettings(source=Component(use=f"{__name__}:Grader"), failing_value=-0.5)
+    settings = RewardSettings(source=Component(use=f"{__name__}:Grader"), on_error=-0.5)
     actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
     hung = trajectory(text_folder, EndReason.TOOL_DEADLINE)
     assert asyncio.run(actor.score(TASK, 0, hung)) == [Scored(-0.5, {}, ("tool_deadline",))]
@@ -253,13 +253,13 @@ def test_a_grader_that_takes_too_long_leaves_it_unscored(text_folder: Path, grad
 
 
 def test_a_hang_that_repeats_is_the_failing_value_when_that_was_asked_for(text_folder: Path, grader: str) -> None:
-    outcome = score(text_folder, grader, [1.0, 1.0], seconds=0.5, timeout=0.1, on_error="fail")
+    outcome = score(text_folder, grader, [1.0, 1.0], seconds=0.5, timeout=0.1, on_error=0.0)
     assert outcome == Scored(0.0, {}, ("grader_timeout",))
     assert len(Grader.asked) == 2 or grader.endswith("AsyncGrader")
 
 
 def test_a_hang_of_a_client_is_never_a_reward(text_folder: Path) -> None:
-    outcome = score(text_folder, f"{__name__}:Client", [1.0, 1.0], seconds=0.5, timeout=0.1, on_error="fail")
+    outcome = score(text_folder, f"{__name__}:Client", [1.0, 1.0], seconds=0.5, timeout=0.1, on_error=0.0)
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.TIMEOUT
 

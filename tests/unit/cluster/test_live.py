@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> RunFolder:
     """A run that was saved at step 10 and lost an engine at step 12 of 60."""
     made = RunFolder(tmp_path, "run")
     made.path.mkdir()
-    made.config.write_text("steps: 60\nrecovery: {replacements: 4, policy_restarts: 3}\n", encoding="utf-8")
+    made.config.write_text("steps: 60\nrecovery: {replacements: 4}\n", encoding="utf-8")
     for event, step in (
         (events.Start("c0ffee", {}), None),
         (events.Starting({"rollout": 2, "policy": 1}), 0),

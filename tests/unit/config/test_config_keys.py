@@ -1,69 +1,22 @@
-"""The keys themselves: those that are gone are refused with what replaced them, and no text names one that does not exist."""
+"""The keys themselves: no text names one that does not exist."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import pytest
-import yaml
 from pydantic import BaseModel
 
 from rayloop.config.explain import keys, walk
-from rayloop.config.removed import removed_below, removed_from
-from rayloop.config.settings import load
 from rayloop.config.yaml_source import dotted
-from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
 from rayloop.serve_apps.judge.settings import JudgeSettings, ServeFile
 from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
 from rayloop.sft.stage import SftConfig
-from tests.support.runs import ROOT, set_key, settings
+from tests.support.runs import ROOT
 
 ROOTS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, ServeFile, JudgeSettings, PolicyEndpointSettings)
-GONE = removed_below(walk(RunConfig))
-
-
-def kind_with(key: str) -> str:
-    """The kind that once had the key."""
-    *path, name = key.split(".")
-    found = [m for at, m in walk(RunConfig) if dotted(at) == ".".join(path) and name in removed_from(m)]
-    return str(found[0].model_fields["kind"].default)
-
-
-def run_with(folder: Path, key: str, value: Any) -> RunConfig:
-    config = settings(folder, folder)
-    if key.startswith("rollout.engine."):
-        kind = kind_with(key)
-        config["rollout"]["engine"] = {"kind": kind} | ({"base_url": "http://h/v1", "model": "m"} if kind == "openai_http" else {})
-    if key.startswith("loggers."):
-        config["loggers"] = [{"kind": "wandb", "project": "p", key.split(".")[-1]: value}]
-    elif key.startswith("algorithm.filtering.filters."):
-        config["algorithm"]["filtering"] = {"filters": [{"kind": kind_with(key), key.split(".")[-1]: value}]}
-    else:
-        set_key(config, key, value)
-    path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    return load(path, [], RunConfig)
-
-
-@pytest.mark.parametrize(("key", "value"), GONE.items(), ids=list(GONE))
-def test_a_removed_key_is_refused_by_name_unless_it_says_what_holds_anyway(tmp_path: Path, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"no key any more \(was .* by default\): .*Leave it out") as caught:
-        run_with(tmp_path, key, 7.5)
-    assert key.split(".")[-1] in str(caught.value)
-    assert run_with(tmp_path, key, value).name == "run", "as an old run's config.yaml has it"
-
-
-def test_no_removed_key_is_a_key_and_the_advice_names_keys_that_exist() -> None:
-    for root in ROOTS:
-        for path, model in walk(root):
-            for key, gone in removed_from(model).items():
-                assert key not in keys(model), f"{dotted((*path, key))} is removed and there"
-                assert gone.instead[-1] not in ".!", "a clause, the sentence is built around it"
 
 
 def paths() -> set[str]:
@@ -76,8 +29,8 @@ def paths() -> set[str]:
 
 PATHS = paths()
 SECTIONS = {part for path in PATHS if "." in path for part in path.split(".")[:-1]} - {"*"}
-FOREIGN = {"logprobs.content"}
-"""A field of OpenAI's answers."""
+FOREIGN = {"logprobs.content", "policy.engine.lora.targets"}
+"""A field of OpenAI's answers, and a key of checkpoints of before."""
 ENDINGS = {"py", "md", "yaml", "json", "jsonl", "png", "safetensors", "parquet", "pt", "html", "txt", "key", "bin", "sh"}
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rayloop.core.background import background
+from rayloop.core.deadlines import background
 from rayloop.core.failures import PolicyLost, Preempted, RolesExhausted, Stalled
 
 OTHER = RolesExhausted("the rollout role lost 21 workers")

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from rayloop.core.cache import Cache
+from rayloop.core.threads import Cache
 
 
 def keys(cache: Cache[str, str], asked: str) -> str:

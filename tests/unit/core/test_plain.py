@@ -32,10 +32,10 @@ from rayloop.core.types import (
 from rayloop.rollout import plain
 from rayloop.rollout.group_rollout import GroupRequest
 from rayloop.rollout.manager import RolloutManager
-from rayloop.run import plain_files
 from rayloop.run.checkpoint import STRUCTURE, TENSORS, Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import READ
+from rayloop.run.records import plain_files
 from rayloop.run.reporter import Reporter
 from rayloop.run.rows import training_rows
 from tests.support.plain import saved_and_read
@@ -161,7 +161,7 @@ OF_THE_PROCESS = {
 
 
 def rollouts(folder: Path) -> RolloutManager:
-    config = RunConfig.model_validate(settings(folder, folder, algorithm__replay={"enabled": True}))
+    config = RunConfig.model_validate(settings(folder, folder, algorithm__replay={"kind": "corrected"}))
     return RolloutManager(config, Ledger(), training_rows(config, Told()), Told())
 
 
@@ -232,7 +232,7 @@ def test_every_field_of_every_part_comes_back(tmp_path: Path) -> None:
     after.ledger.restore(read["ledger"])
     after.restore(read["production"], lambda payload: payload)
     expected = {name: dict(fields(part)) for name, part in parts(before).items()}
-    expected["GroupScheduler"]["reissue"] = [GroupRequest(1, 4, 2), GroupRequest(2, 5, 2), GroupRequest(3, 6, 2)]  # with what was in flight
+    expected["GroupScheduler"]["reissue"] = [GroupRequest(1, 4, 2), GroupRequest(2, 5, 2), GroupRequest(3, 6, 2)]
     task = after.dataset[[task.id for task in after.dataset].index("train-5")]
     for part, groups in (("ReadyGroups", [GROUP]), ("FinishedGroups", [GROUP.bare()])):
         expected[part]["groups"] = [dataclasses.replace(group, task=task) for group in groups]

@@ -222,7 +222,7 @@ def test_every_recipe_has_an_estimate_and_fits_cards_of_80_gb(
     assert main(["estimate", name]) == 0
     said = capsys.readouterr().out
     assert said.count("fits a card of") == (config.policy.placement.num_gpus > 0) + (config.rollout.placement.num_gpus > 0) + (
-        config.reference.kind == "actor" and config.reference.placement.num_gpus > 0
+        config.reference_kind == "actor" and config.reference.placement.num_gpus > 0
     )
     assert "FITS NO CARD" not in said
     assert "141 GB" not in said

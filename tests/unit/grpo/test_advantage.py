@@ -166,9 +166,8 @@ def test_permuted_rewards_keep_their_values_but_leave_their_members() -> None:
     ],
 )
 def test_a_run_chooses_a_formula_by_its_name(kind: str, expected: tuple[float, ...]) -> None:
-    chosen = AdvantageChoice.model_validate({"kind": kind, "tolerance": 0.1}).rules
+    chosen = AdvantageChoice.model_validate({"kind": kind}).rules
     assert advantages([1, 0, 0, 0], chosen).values == pytest.approx(expected, abs=1e-5)
-    assert chosen.tolerance == 0.1
     assert (chosen.singleton == "raw") == (kind == "raw")
 
 

@@ -226,7 +226,7 @@ def test_a_grader_that_fails_on_all_of_the_first_group_ends_the_run() -> None:
     watch.observe([never_played])
     with pytest.raises(GraderBroken, match=r"my:Reward raised on each of the 3 trajectories.*: KeyError: 'x' \(") as broken:
         watch.observe([member(CRASHED)] * 3 + [never_played])
-    assert "reward.on_error=fail" in str(broken.value)
+    assert "reward.on_error=0.0" in str(broken.value)
     assert "try CONFIG" in str(broken.value)
     assert "Traceback" not in str(broken.value), "that was an event"
 

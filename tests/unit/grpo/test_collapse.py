@@ -13,7 +13,7 @@ from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored, Unscor
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.alarms import Alarms, AlarmSettings
 from rayloop.grpo.collapse import DONE, ENTROPY, EQUAL, LENGTH, RIGHT, STEPS, WRONG
-from rayloop.run.step_metrics import Collected, step_metrics
+from rayloop.run.records.step_metrics import Collected, step_metrics
 
 WELL = {ENTROPY: 0.6, LENGTH: 38.0, DONE: 0.9, EQUAL: 0.3, RIGHT: 0.1, WRONG: 0.2}
 

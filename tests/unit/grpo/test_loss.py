@@ -131,7 +131,7 @@ def test_the_kl_term_is_bounded_as_the_settings_say() -> None:
     costs, pulls = terms()
     assert costs == pytest.approx([0.148721, math.exp(6) - 7, math.exp(10) - 11, math.exp(-10) + 9], rel=1e-5)
     assert pulls == pytest.approx([1 - math.exp(0.5), 1 - math.exp(6), 0.0, 0.0])
-    costs, pulls = terms(kl_bound=20.0, kl_cap=10.0)
+    costs, pulls = terms(kl_cap=10.0)
     assert costs == pytest.approx([0.148721, 10, 10, 10], rel=1e-5)
     assert pulls == pytest.approx([1 - math.exp(0.5), 0.0, 0.0, 0.0])
 

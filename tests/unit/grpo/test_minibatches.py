@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayloop.core.seeds import derive
+from rayloop.core.types import derive
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.settings import UpdateSettings
 

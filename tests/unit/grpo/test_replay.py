@@ -12,7 +12,7 @@ from rayloop.grpo.replay import ReplayBuffer, ReplayRules
 from rayloop.grpo.settings import AdvantageSettings, ReplaySettings
 from tests.unit.groups import make_group
 
-ON = ReplaySettings(enabled=True)
+ON = ReplaySettings(kind="corrected")
 
 
 def buffer_with_success(settings: ReplaySettings = ON, rules: ReplayRules = ReplayRules(), **changes: object) -> ReplayBuffer:
@@ -90,14 +90,6 @@ def test_first_in_first_out_per_task() -> None:
     assert [str(member.summary.id) for member in buffer.state()["task"]] == ["1/1", "2/0", "2/1"]
 
 
-def test_too_old_samples_are_not_injected() -> None:
-    settings = ReplaySettings(enabled=True, max_age=3)
-    group = make_group(1, [0.0, 0.0])
-    versions = {"first_version": Version(0, 2), "last_version": Version(0, 2)}
-    assert buffer_with_success(settings, **versions).inject(group, step=5).displaced is not None
-    assert buffer_with_success(settings, **versions).inject(group, step=6).displaced is None
-
-
 def test_a_resumed_run_draws_the_same() -> None:
     buffer = ReplayBuffer(ON, seed=7)
     buffer.store(make_group(0, [1.0] * 8))
@@ -125,6 +117,6 @@ def test_it_says_what_it_holds_and_nothing_when_it_is_off() -> None:
     assert (stats["stored"], stats["tasks"]) == (3, 2)
     assert stats["per_task"]["other"] == {"stored": 2, "oldest_step": 7, "newest_step": 7}
     assert ReplayBuffer(ReplaySettings(), seed=1).stats() == {}
-    again = ReplayBuffer(ReplaySettings(enabled=True), seed=1)
+    again = ReplayBuffer(ReplaySettings(kind="corrected"), seed=1)
     again.restore(buffer.state())
     assert again.stats() == stats

@@ -8,7 +8,7 @@ import pytest
 
 from rayloop.core.groups import Scored
 from rayloop.measure.calibration import calibration_error
-from rayloop.run.step_metrics import Collected, step_metrics
+from rayloop.run.records.step_metrics import Collected, step_metrics
 from tests.unit.groups import make_group
 
 

@@ -30,7 +30,7 @@ from rayloop.measure.intervals import LEAST, interval, paired_interval
 from rayloop.recipes.arc_vision.controls import BlindBox
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import gain, metrics, plays
-from rayloop.run.metrics import validate
+from rayloop.run.records.metrics import validate
 from tests.support.runs import ROOT
 
 

@@ -350,12 +350,6 @@ def test_what_the_preset_teaches_is_carried_out_and_paid(tmp_path: Path) -> None
     assert reward.score(PLAYED, task, ScoreContext(0, [ZOOM + said(SMALL)])).value == pytest.approx(0.6)
 
 
-def test_the_presets_schedule_is_as_long_as_the_run() -> None:
-    config = load(ROOT / "recipes/arc_vision/arc_vision.yaml", [], RunConfig)
-    update = config.policy.update
-    assert config.policy.optimizer.total_updates == config.steps * update.epochs * update.mini_batches
-
-
 @pytest.mark.parametrize(
     ("pixels", "text", "iou"),
     [

@@ -122,6 +122,5 @@ def test_the_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replay_is_one_switch() -> None:
-    on, off = (load(RECIPE / "quickstart.yaml", o, RunConfig) for o in ([], ["algorithm.replay.enabled=false"]))
-    assert on.algorithm.replay.enabled
-    assert not off.algorithm.replay.enabled
+    on, off = (load(RECIPE / "quickstart.yaml", o, RunConfig) for o in ([], ["algorithm.replay.kind=none"]))
+    assert (on.algorithm.replay.kind, off.algorithm.replay.kind) == ("corrected", "none")

@@ -128,7 +128,7 @@ def test_another_number_of_outcomes_is_the_graders_error(text_folder: Path, use:
     assert [type(o) for o in outcomes] == [Unscored] * 3
     assert {o.kind for o in outcomes if isinstance(o, Unscored)} == {UnscoredKind.GRADER_ERROR}
     assert len(Ranking.asked) == 2, "it is asked once more"
-    assert judge(text_folder, use, TEXTS, [given, given], on_error="fail") == [Scored(0.0, {}, ("grader_error",))] * 3
+    assert judge(text_folder, use, TEXTS, [given, given], on_error=0.0) == [Scored(0.0, {}, ("grader_error",))] * 3
 
 
 @kinds
@@ -142,13 +142,13 @@ def test_what_it_raises_concerns_all_of_them(text_folder: Path, use: str) -> Non
         judge(text_folder, use, TEXTS, [RewardLost("gone")])
 
 
-@pytest.mark.parametrize("on_error", ["exclude", "fail"])
-def test_a_source_may_name_the_exceptions_that_are_infrastructure(text_folder: Path, on_error: str) -> None:
+@pytest.mark.parametrize("on_error", ["exclude", 0.0])
+def test_a_source_may_name_the_exceptions_that_are_infrastructure(text_folder: Path, on_error: Any) -> None:
     for error in (ConnectionResetError("x"), ZeroDivisionError("x"), OSError("x"), MemoryError("x")):
         outcomes = judge(text_folder, "Client", TEXTS, [error, error], on_error=on_error)
         assert {o.kind for o in outcomes if isinstance(o, Unscored)} == {UnscoredKind.REWARD_UNAVAILABLE}
     own = judge(text_folder, "Client", TEXTS, [KeyError("x")] * 2, on_error=on_error)
-    if on_error == "fail":
+    if on_error == 0.0:
         assert own == [Scored(0.0, {}, ("grader_error",))] * 3
     else:
         assert {o.kind for o in own if isinstance(o, Unscored)} == {UnscoredKind.GRADER_ERROR}
@@ -157,7 +157,7 @@ def test_a_source_may_name_the_exceptions_that_are_infrastructure(text_folder: P
 def test_one_that_hung_a_tool_is_not_shown(text_folder: Path) -> None:
     Ranking.answers, Ranking.asked = [], []
     source = Component(use=f"{__name__}:Ranking")
-    settings = RewardSettings(source=source, per="group", failing_value=-1.0)
+    settings = RewardSettings(source=source, per="group", on_error=-1.0)
     actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
     group = [trajectory(text_folder, i, text) for i, text in enumerate(TEXTS)]
     group[1] = dataclasses.replace(group[1], end_reason=EndReason.TOOL_DEADLINE)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from rayloop.judge import metrics as judge_metrics
-from rayloop.run.metrics import METRICS
+from rayloop.run.records.metrics import METRICS
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 ALERTS = DEPLOY / "prometheus/alerts.yaml"

@@ -13,7 +13,7 @@ from rayloop.config.explain import keys, walk
 from rayloop.config.yaml_source import dotted
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig, read
-from rayloop.run.durations import DURATIONS, check, table, value_of
+from rayloop.run.lifetime import DURATIONS, check_durations, table, value_of
 from tests.support.runs import ROOT, settings
 
 
@@ -22,8 +22,8 @@ def config(folder: Path, **changes: object) -> RunConfig:
 
 
 def test_the_order_holds_by_default(tmp_path: Path) -> None:
-    check(config(tmp_path))
-    check(config(tmp_path, weight_sync={"transport": {"kind": "collective"}}))
+    check_durations(config(tmp_path))
+    check_durations(config(tmp_path, weight_sync={"transport": {"kind": "collective"}}))
 
 
 @pytest.mark.parametrize(
@@ -34,17 +34,16 @@ def test_the_order_holds_by_default(tmp_path: Path) -> None:
          r"policy\.step_timeout \(3600 s\), which it waits for. Raise it, or lower what is named"),
         ({"policy__step_timeout": 7200.0}, r"stall_timeout \(4500 s\) must be longer than policy\.step_timeout \(7200 s\)"),
         ({"reward__timeout": 2400.0}, r"stall_timeout \(4500 s\) must be longer than 2 x reward\.timeout \(4800 s\)"),
-        ({"environment__episode__request_timeout": 4000.0},
-         r"environment\.episode_timeout \(3600 s\) must be longer than environment\.episode\.request_timeout \(4000 s\)"),
-        ({"policy__engine__collective_timeout": 3600.0}, r"policy\.step_timeout .* policy\.engine\.collective_timeout"),
+        ({"environment__episode__step_timeout": 4000.0},
+         r"environment\.episode_timeout \(3600 s\) must be longer than environment\.episode\.step_timeout \(4000 s\)"),
         ({"weight_sync": {"transport": {"kind": "collective"}, "timeout": 60}},
          r"weight_sync\.timeout \(60 s\) must be longer than weight_sync\.transport\.timeout \(60 s\)"),
-        ({"recovery__start_timeout": 20.0}, r"recovery\.start_timeout \(20 s\) .* recovery\.health_timeout \(30 s\)"),
+        ({"recovery__start_timeout": 4500.0}, r"recovery\.stall_timeout \(4500 s\) .* recovery\.start_timeout \(4500 s\)"),
     ],
 )  # fmt: skip
 def test_a_wait_that_would_give_up_first_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check(config(tmp_path, **changes))
+        check_durations(config(tmp_path, **changes))
 
 
 def test_it_is_refused_before_anything_starts(tmp_path: Path) -> None:

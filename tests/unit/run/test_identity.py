@@ -206,15 +206,16 @@ def test_what_may_change_is_told_with_old_and_new(
     assert found == told
 
 
-def test_keys_that_were_removed_since_are_told_only_when_they_had_another_value(made: Run) -> None:
+def test_a_checkpoint_with_keys_that_are_no_keys_any_more_is_continued(made: Run) -> None:
     marker = made.checkpoint.folder / MARKER
     written = json.loads(marker.read_text(encoding="utf-8")) | {"own_crc32": None}
-    set_key(written["config"], "policy.engine.kind", "fsdp")
-    set_key(written["config"], "alarms.window", 512)
+    set_key(written["config"], "policy.engine.lora.targets", ["q_proj"])
     set_key(written["config"], "alarms.least", 20)
     marker.write_text(json.dumps(written), encoding="utf-8")
     check(made.checkpoint, made.config, made.hashes)
-    assert changes(made.checkpoint, made.config, made.hashes) == {"alarms.least": (20, 8)}
+    assert changes(made.checkpoint, made.config, made.hashes) == {
+        "policy.engine.lora.targets": (["q_proj"], None), "alarms.least": (20, None),
+    }  # fmt: skip
 
 
 def test_edited_rows_of_the_same_number_are_told(made: Run) -> None:

@@ -14,8 +14,8 @@ import pytest
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Message, Task
-from rayloop.run.metrics import prometheus, validate
-from rayloop.run.step_metrics import Collected, step_metrics
+from rayloop.run.records.metrics import prometheus, validate
+from rayloop.run.records.step_metrics import Collected, step_metrics
 from tests.support.pages import ROOT, write_snippets
 from tests.unit.groups import make_group
 
@@ -42,7 +42,7 @@ def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:
     """Onto a copy of the two files: one line where it is computed, one row in the table."""
     assert validate([ADDED]) == (ADDED,), f"{ADDED} exists by now, and the page adds it: give its patch another metric"
     write_snippets(PAGE, tmp_path)
-    for name in ("rayloop/run/step_metrics.py", "rayloop/run/metrics.py"):
+    for name in ("rayloop/run/records/step_metrics.py", "rayloop/run/records/metrics.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     done = subprocess.run(
@@ -51,8 +51,8 @@ def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:
     assert done.returncode == 0, f"{STALE}\n{done.stderr}"
     program = (
         "import rayloop, rayloop.run; rayloop.run.__path__.insert(0, 'rayloop/run')\n"
-        "from rayloop.run.step_metrics import Collected, step_metrics\n"
-        "from rayloop.run.metrics import validate\n"
+        "from rayloop.run.records.step_metrics import Collected, step_metrics\n"
+        "from rayloop.run.records.metrics import validate\n"
         "from tests.unit.groups import make_group\n"
         "group = make_group(0, [0.0, 1.0], turns=7)\n"
         "found = step_metrics(Collected((group,), (group,)), 2)\n"

@@ -14,9 +14,9 @@ from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, 
 from rayloop.core.types import EndReason, ImagesSent, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.metrics import LossMetrics
 from rayloop.run.config import RunConfig
-from rayloop.run.metrics import METRICS, prometheus, validate
+from rayloop.run.records.metrics import METRICS, prometheus, validate
+from rayloop.run.records.step_metrics import Collected, step_metrics
 from rayloop.run.reporter import Reporter
-from rayloop.run.step_metrics import Collected, step_metrics
 from tests.support.runs import settings
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"

@@ -78,7 +78,7 @@ def test_a_resume_counts_on_and_the_evaluation_that_it_repeats_once(tmp_path: Pa
     assert not after.given_up
 
 
-@pytest.mark.parametrize("key", [("evaluation", "patience", 3), ("checkpoint", "keep_best", True)])
+@pytest.mark.parametrize("key", [("evaluation", "patience", 3)])
 def test_what_goes_by_held_out_rewards_needs_them(key: tuple[str, str, Any], tmp_path: Path) -> None:
     config = settings(tmp_path, tmp_path)
     config.setdefault(key[0], {})[key[1]] = key[2]

@@ -20,8 +20,8 @@ from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, 
 from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.run import lock
 from rayloop.run.folder import FORGETS, RunFolder, rollout_record
-from rayloop.run.jsonl import JsonLines
 from rayloop.run.lock import Holder
+from rayloop.run.records.jsonl import JsonLines
 
 HOLD = """
 import sys

@@ -17,7 +17,7 @@ from rayloop.config.settings import Component
 from rayloop.core import events, incidents
 from rayloop.recipes.arc_vision.boxes import GroundingBoxes
 from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
-from rayloop.run.jsonl import encode
+from rayloop.run.records.jsonl import encode
 from rayloop.view.page import content, write_page
 from rayloop.view.pictures import boxes, curves, draw, draw_or_emit
 from rayloop.view.reader import by_step, evenly, matching

@@ -11,7 +11,7 @@ import pytest
 from rayloop.core import events, incidents
 from rayloop.core.events import Event
 from rayloop.run.folder import RunFolder
-from rayloop.run.metrics import validate
+from rayloop.run.records.metrics import validate
 from rayloop.view.vitals import HOUR, Vitals
 
 ACTORS = {"rollout": 3, "environment": 2, "policy": 2}
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def told(folder: RunFolder, *happened: tuple[Event, int | None], replacements: int = 4) -> Vitals:
     for event, step in happened:
         folder.events.append(event, step)
-    settings = {"recovery": {"replacements": replacements, "policy_restarts": 3, "driver_restarts": 2}, "checkpoint": {"every": 5}}
+    settings = {"recovery": {"replacements": replacements, "minimum": 1}, "checkpoint": {"every": 5}}
     vitals = Vitals(folder, settings)
     vitals.update()
     return vitals
@@ -55,7 +55,7 @@ def test_actors_on_a_lost_node_are_out_of_service_for_a_unit_of_each_budget(fold
     found = told(folder, *begun(incidents.WorkerLost("rollout", 2, why="gone"), gone)).metrics()
     assert [found[f"recovery/in_service/{role}"] for role in ACTORS] == [0, 1, 2], "the policy tells by itself"
     assert [found[f"recovery/lost/{role}"] for role in ACTORS] == [3, 1, 0]
-    assert [found[f"recovery/budget_left/{role}"] for role in ACTORS] == [4 * 3 - 2, 4 * 2 - 1, 3]
+    assert [found[f"recovery/budget_left/{role}"] for role in ACTORS] == [4 * 3 - 2, 4 * 2 - 1, 2]
     back = told(folder, *((incidents.WorkerReplaced("rollout", n, seconds=1.0), 0) for n in (1, 2, 3))).metrics()
     assert (back["recovery/in_service/rollout"], back["recovery/lost/rollout"]) == (3, 3)
 
@@ -70,7 +70,7 @@ def test_budgets_are_of_the_last_hour_and_of_all_slots_of_a_role(folder: RunFold
 
 def test_the_ranks_of_the_policy_are_lost_and_rebuilt_together(folder: RunFolder) -> None:
     lost = told(folder, *begun(incidents.PolicyLost(why="a rank died"))).metrics()
-    assert (lost["recovery/in_service/policy"], lost["recovery/lost/policy"], lost["recovery/budget_left/policy"]) == (0, 1, 2)
+    assert (lost["recovery/in_service/policy"], lost["recovery/lost/policy"], lost["recovery/budget_left/policy"]) == (0, 1, 1)
     rebuilt = told(folder, (incidents.PolicyRebuilt(seconds=2.0), 0)).metrics()
     assert rebuilt["recovery/in_service/policy"] == 2
 
@@ -79,7 +79,7 @@ def test_a_lost_driver_takes_all_actors_along(folder: RunFolder) -> None:
     vitals = told(folder, *begun(incidents.WorkerLost("rollout", 1, why="x"), incidents.DriverLost(0, why="killed")))
     found = vitals.metrics()
     assert {found[f"recovery/in_service/{role}"] for role in ACTORS} == {0}
-    assert (found["recovery/lost/driver"], found["recovery/budget_left/driver"]) == (1, 1)
+    assert (found["recovery/lost/driver"], found["recovery/budget_left/driver"]) == (1, 0)
     again = told(folder, (events.Starting(ACTORS), 0), (events.Started(1.0), 0)).metrics()
     assert (again["recovery/in_service/rollout"], again["recovery/lost/rollout"]) == (3, 1)
     assert again["recovery/budget_left/rollout"] == 12, "the new driver has its budgets anew"

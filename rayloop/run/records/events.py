@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rayloop.core import events, incidents
 from rayloop.core.events import Event
-from rayloop.run.jsonl import JsonLines, encode
-from rayloop.run.metrics import validate as unknown_metrics
+from rayloop.run.records.jsonl import JsonLines, encode
+from rayloop.run.records.metrics import validate as unknown_metrics
 
 PARTS = {"What every run does": events, "Incidents": incidents}
 """Titles, and the modules whose classes stand below them."""
@@ -71,7 +71,7 @@ def _problems(record: Mapping[str, Any]) -> list[str]:
     if kind not in KINDS:
         return [f"{kind} is no event of rayloop/core/events.py or incidents.py"]
     if KINDS[kind] is events.Evaluated:
-        return [f"{kind}: {name} is no metric of rayloop/run/metrics.py" for name in unknown_metrics(fields)]
+        return [f"{kind}: {name} is no metric of rayloop/run/records/metrics.py" for name in unknown_metrics(fields)]
     try:
         _adapter(kind).validate_json(encode(fields), strict=True)
     except ValidationError as error:
