@@ -36,9 +36,19 @@ def record(carried: str, phase: str, seconds: float, events: Sequence[Mapping[st
 
 
 def lines() -> list[str]:
-    """The table as Markdown."""
-    head = ["| on the node | lost in | process or node | seconds to recovery | payloads lost |", "|---|---|---|---|---|"]
-    return head + [f"| {c.carried} | {c.phase} | node | {c.seconds:.1f} | {c.payloads} |" for c in CELLS]
+    """The table as Markdown: a row for what was on the node, a column for the phase in which it was lost."""
+    phases = list(dict.fromkeys(cell.phase for cell in CELLS))
+    rows = ["| on the node | " + " | ".join(phases) + " |", "|---" * (len(phases) + 1) + "|"]
+    for carried in dict.fromkeys(cell.carried for cell in CELLS):
+        found = {cell.phase: cell for cell in CELLS if cell.carried == carried}
+        rows.append(f"| {carried} | " + " | ".join(_worded(found.get(phase)) for phase in phases) + " |")
+    return rows
+
+
+def _worded(cell: Cell | None) -> str:
+    if cell is None:
+        return ""
+    return f"{cell.seconds:.1f}" + (f" ({cell.payloads} payloads)" if cell.payloads else "")
 
 
 def write(page: Path = PAGE) -> None:

@@ -54,6 +54,13 @@ def test_the_page_says_where_the_code_of_every_command_is() -> None:
     assert {word for row in rows for word in re.findall(r"`(\w+)`", row)} == set(COMMANDS)
 
 
+def test_every_command_is_on_the_page_of_commands() -> None:
+    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    said = re.findall(r"`([^`]+)`", page)
+    words = {word for text in said for word in re.split(r"[\s|\\]+", text)}
+    assert set(COMMANDS) <= words, set(COMMANDS) - words
+
+
 def test_every_generated_page_is_named() -> None:
     (recipe,) = re.findall(r"^docs:.*\n((?:\t.+\n)+)", MAKEFILE, re.MULTILINE)
     made = set(re.findall(r"> docs/(\w+\.md)", recipe))

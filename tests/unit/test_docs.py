@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TOPS = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps", "benchmarks", "tests", "docs", "deploy")
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "recipes").rglob("*.md"), *(ROOT / "deploy").rglob("*.md")])
-PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # that one tells of what is gone
-TEXTS = sorted([*PRESENT, *(path for top in TOPS[:7] for path in (ROOT / top).rglob("*.py"))])
+TEXTS = sorted([*PAGES, *(path for top in TOPS[:7] for path in (ROOT / top).rglob("*.py"))])
 """Pages, and the modules whose docstrings and comments also name files."""
 FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join(TOPS)})/[\w./*-]*[\w*]")
 LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")
@@ -79,14 +78,14 @@ def test_every_command_that_is_quoted_exists() -> None:
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     wrong = [f"{place}: no module {name}" for place, name in ours if find_spec(name) is None]
     wrong += [f"{place}: no command {match[1]}" for _, place, match in found(COMMAND, TEXTS) if match[1] not in COMMANDS]
-    wrong += [f"{place}: no target {match[1]}" for _, place, match in found(TARGET, PRESENT) if match[1] not in targets]
+    wrong += [f"{place}: no target {match[1]}" for _, place, match in found(TARGET, PAGES) if match[1] not in targets]
     assert len(ours) > 30, "the pattern finds nothing any more"
     assert not wrong, "\n".join(wrong)
 
 
 def test_every_command_that_is_quoted_in_full_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     wrong, understood = [], 0
-    for _, place, match in found(WHOLE, PRESENT):
+    for _, place, match in found(WHOLE, PAGES):
         words = shlex.split(re.split(r"\s#| {3,}", (match[1] or match[2]).replace("\\\n", ""))[0])
         if any(word[0] in "[." or "|" in word or word in ("ACTION", "RECIPE", "NAME") for word in words):
             continue  # a form, not a command
@@ -124,10 +123,10 @@ def test_every_key_of_a_configuration_that_is_quoted_exists() -> None:
 
 
 def test_every_module_and_name_that_is_quoted_exists() -> None:
-    places = [(place, match[1], match[2]) for _, place, match in found(DOTTED, PRESENT)]
+    places = [(place, match[1], match[2]) for _, place, match in found(DOTTED, PAGES)]
     places += [
         (place, match[2].removesuffix(".py").replace("/", "."), match[1])
-        for _, place, match in found(OWNED, PRESENT)
+        for _, place, match in found(OWNED, PAGES)
         if match[2].startswith(TOPS) and match[2] != match[1]
     ]
     absent = [f"{place}: {module}:{name}" for place, module, name in places if not defined(module, name)]
@@ -142,14 +141,6 @@ def defined(dotted: str, name: str | None) -> bool:
         path, name = path.parent, path.name
     sources = [path.with_suffix(".py"), path / "__init__.py"]
     return any(file.is_file() and (name is None or re.search(rf"\b{name}\b", file.read_text(encoding="utf-8"))) for file in sources)
-
-
-def test_the_changelog_says_where_modules_are() -> None:
-    rows = re.findall(r"^\| `[\w.]+` \| `([\w.]+)` \| (.+) \|$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    moved = [f"{folder}.{module.rpartition('now ')[2].rstrip(')')}" for folder, all in rows for module in all.split(", ")]
-    assert len(moved) > 100
-    gone = [module for module in moved if not defined(module, None)]
-    assert not gone, f"say in CHANGELOG.md where these are now: {gone}"
 
 
 def test_the_index_names_every_page() -> None:
@@ -172,7 +163,7 @@ def test_each_word_of_the_glossary_is_in_the_file_that_it_names() -> None:
         for word in names.split(", ")
         if not (ROOT / file).is_file() or not re.search(pattern(word), (ROOT / file).read_text(encoding="utf-8"), re.IGNORECASE)
     ]
-    assert len(words) > 50, "the rows are not found any more"
+    assert len(words) > 10, "the rows are not found any more"
     assert len(set(words)) == len(words), "a word stands twice"
     assert not absent, "\n".join(absent)
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 
 import pytest
 from ray import exceptions
 
-from rayloop.actors.fates import FATES, FailureFate, cause, fate, is_lost, object_lost, table, typed
+from rayloop.actors.fates import FATES, FailureFate, cause, fate, is_lost, object_lost, typed
 from rayloop.core.failures import (
     AGAIN,
     BroadcastFailed,
@@ -146,8 +145,3 @@ def test_a_run_ends_typed_with_a_code_that_says_whether_to_start_it_again(
     assert type(end) is kind
     assert end.exit_code == code
     assert str(end).splitlines()[0] == str(end), "one line"
-
-
-def test_the_page_shows_the_table() -> None:
-    page = Path(__file__).parents[3] / "docs" / "reliability.md"
-    assert table() in page.read_text(encoding="utf-8"), "python -m rayloop.actors.fates prints it"
