@@ -38,6 +38,7 @@ class Actor:
     """Base of all actors."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Actor:
+        """Let the process see how its children end, and hide GPUs that are not its own."""
         # A worker that is a subreaper (rayloop/launch/ray_variables.py) ignores SIGCHLD: every child would seem to end with code 0.
         # Through libc, since Ray may create an actor outside of the main thread, where Python refuses.
         ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(None))
@@ -46,7 +47,7 @@ class Actor:
 
     @ray.method(concurrency_group="debug")
     def host(self) -> str:
-        """The machine's name: actors that tell the same one share its cores."""
+        """The machine's name: actors on the same one share its cores."""
         return socket.gethostname()
 
     @ray.method(concurrency_group="debug")

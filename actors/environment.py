@@ -20,14 +20,16 @@ from rayloop.config.model import ModelSettings
 from rayloop.core import threads
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import (
+    Cause,
     DataFailure,
     EnvironmentFailed,
     EnvironmentHung,
+    Failure,
     InfrastructureFailure,
     OverLongPrompt,
+    Scope,
     WorkerSpent,
 )
-from rayloop.core.groups import RolloutFailed, Unscored, UnscoredKind
 from rayloop.core.threads import hanging
 from rayloop.core.types import RolloutRequest, Summary, Trajectory
 from rayloop.envs.episode import play, summarize
@@ -71,7 +73,7 @@ class EnvironmentActor(Actor):
 
     async def play(
         self, requests: Sequence[RolloutRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
-    ) -> tuple[list[Summary | RolloutFailed], *tuple[Trajectory | None, ...]]:
+    ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
         """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): what became of each, then payloads.
 
         A failure is a value, it comes without a payload, and costs the others nothing. Takes at most the timeout of an episode,
@@ -89,7 +91,7 @@ class EnvironmentActor(Actor):
 
     async def _episode(
         self, request: RolloutRequest, engine: LeasedEngine, prompts: FirstPrompts
-    ) -> tuple[Summary | RolloutFailed, Trajectory | None]:
+    ) -> tuple[Summary | Failure, Trajectory | None]:
         self._running += 1
         try:
             environment = self._environments.of(request.task)
@@ -118,20 +120,27 @@ def _own(request: RolloutRequest) -> RolloutRequest:
     return replace(request, task=own)
 
 
-def _failed(request: RolloutRequest, raised: BaseException) -> RolloutFailed:
-    """Whose fault it was. What nobody foresaw is logged with its traceback and counts as the environment's."""
-    error = cause(raised)
-    kind, path, reason = UnscoredKind.ENVIRONMENT_FAILURE, "", f"{type(error).__name__}: {error}"
-    own = isinstance(error, EnvironmentFailed)
-    if isinstance(error, DataFailure):
-        own = error is raised  # not what an engine raised
-        kind, path, reason = UnscoredKind.BAD_DATA, error.path, error.reason
-    elif isinstance(error, OverLongPrompt):
-        kind, reason = UnscoredKind.OVER_LONG_PROMPT, f"{error} (environment.episode.max_prompt_tokens)"
-    elif own:
-        reason = str(error)
-    if kind is UnscoredKind.ENVIRONMENT_FAILURE and (own or not isinstance(error, InfrastructureFailure)):
+def classify(raised: BaseException) -> Failure:
+    """What was raised while an episode was played, as a value: here, once, where it is known whose code raised it."""
+    match error := cause(raised):
+        case DataFailure():  # an engine's comes wrapped
+            scope = Scope.EPISODE if error is raised else Scope.ENGINE
+            return Failure(Cause.BAD_DATA, scope, retryable=True, why=error.reason, path=error.path)
+        case OverLongPrompt():
+            why = f"{error} (environment.episode.max_prompt_tokens)"
+            return Failure(Cause.OVER_LONG, Scope.ENGINE, retryable=False, why=why)
+        case EnvironmentHung():
+            scope = Scope.EPISODE if error.contained else Scope.PROCESS
+            return Failure(Cause.HUNG, scope, retryable=True, why=str(error))
+        case EnvironmentFailed():
+            return Failure(Cause.BUG if error.bug else Cause.RAISED, Scope.EPISODE, retryable=not error.bug, why=str(error))
+    return Failure(Cause.RAISED, Scope.ENGINE, retryable=True, why=f"{type(error).__name__}: {error}")
+
+
+def _failed(request: RolloutRequest, raised: BaseException) -> Failure:
+    """The failure of an episode. What nobody foresaw, and what an environment raised, is logged with its traceback."""
+    error, failure = cause(raised), classify(raised)
+    foreseen = isinstance(error, InfrastructureFailure | DataFailure | OverLongPrompt)
+    if isinstance(error, EnvironmentFailed) or not foreseen:
         logger.error("episode %s of task %s failed", request.id, request.task.id, exc_info=error)
-    hung, bug = isinstance(error, EnvironmentHung), isinstance(error, EnvironmentFailed) and error.bug
-    contained = isinstance(error, EnvironmentHung) and error.contained
-    return RolloutFailed(request.id, request.attempt, Unscored(kind, reason), path, own, hung, bug, contained)
+    return failure

@@ -1,6 +1,6 @@
 """The fate of a failure: from what a call of an actor ended with to what is done about it. docs/reliability.md shows the table.
 
-Pools, the policy's ranks, whoever fetches payloads and the end of a run ask here and nowhere else. A test walks through
+Pools, the policy's ranks, readers of payloads and the end of a run ask here and nowhere else. A test walks through
 ``ray.exceptions``: a class that a new Ray brings must get its line.
 """
 
@@ -94,7 +94,7 @@ def cause(error: BaseException) -> BaseException:
 def fate(error: BaseException, ranks: int = 0) -> FailureFate:
     """What is done about an error that the call of an actor ended with. ``ranks``: of the policy, if they were called.
 
-    A failing collective is a RuntimeError on the ranks that live: one cannot tell it from others, and with more ranks than one it
+    A failing collective is a RuntimeError on the ranks that live: it looks like any other, and with more ranks than one it
     counts as a lost rank. Memory of a device that does not suffice would not suffice again.
     """
     below = cause(error)

@@ -2,7 +2,7 @@
 
     outcomes = await submit(handle, RewardActor.score, task, step, resolved(payload))
 
-Ray's handles take any method with any argument, and tell at run time. Here the type checker refuses a renamed method, a wrong
+Ray's handles take any method with any argument, and refuse it at run time. Here the type checker refuses a renamed method, a wrong
 argument and a method of another role.
 """
 

@@ -110,7 +110,7 @@ class SentImages:
     ) -> R:
         """What the engine answers to the prompt, which ``send`` sends; again, with the bytes that it has forgotten, when it asks.
 
-        ``count`` is told what is sent. Raises what ``send`` raises, and InfrastructureFailure when the engine lacks what was sent.
+        ``count`` gets what is sent. Raises what ``send`` raises, and InfrastructureFailure when the engine lacks what was sent.
         """
         images = {image.ref.sha256 for image in prompt.images if image.data is not None}
         had, again = {name for name in images if self._had.get((engine, name))}, 0
@@ -118,7 +118,7 @@ class SentImages:
             sent = _without(prompt, had)
             carried = [image.data for image in sent.images if image.data is not None]
             count(ImagesSent(len(carried), sum(map(len, carried)), again))
-            for name in images:  # whoever asks from now on only names them: the engine waits for what is on its way
+            for name in images:  # a later request only names them: the engine waits for what is on its way
                 self._had.put((engine, name), True)
             answer = await send(sent)
             if not isinstance(answer, MissingImages):

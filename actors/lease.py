@@ -65,8 +65,8 @@ class LeasesEngines(Protocol):
 class FirstTurn:
     """The first turn of the episodes of one call: those that ask for the same, but for the seed, ask with one request.
 
-    It is sent when all have asked; or, whoever is missing, when as much time has passed again as the first one took to ask, at
-    least ``PATIENCE`` seconds. Whoever comes later asks alone. ``images`` are those that engines have had from this process.
+    It is sent when all have asked; or, with some missing, when as much time has passed again as the first one took to ask, at
+    least ``PATIENCE`` seconds. An episode that comes later asks alone. ``images`` are those that engines have had from here.
     """
 
     def __init__(self, episodes: int, images: SentImages) -> None:
@@ -81,7 +81,7 @@ class FirstTurn:
     ) -> Awaitable[Completion]:
         """The answer for one episode, which asks for the first time. Raises as a call of its own would.
 
-        ``count`` of one of those that ask together is told what images are sent.
+        ``count`` of one of those that ask together gets the images that are sent.
         """
         loop = asyncio.get_running_loop()
         one = _Asked(lease, prompt, sampling, count, loop.create_future())

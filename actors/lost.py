@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def as_value(error: BaseException) -> RayTaskError:
-    """What was raised for one of several that a call answers for, to be returned among their answers. Whoever called raises it
+    """What was raised for one of several that a call answers for, to be returned among their answers. The caller raises it
     (``as_instanceof_cause``): it is then as if a call of its own had failed."""
     return RayTaskError("one of several", "".join(traceback.format_exception(error)), error)
 

@@ -13,11 +13,15 @@ import ray
 from rayloop.actors.base import Actor
 from rayloop.actors.lost import fetch
 from rayloop.core.files import Checksum, appears
+from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
 from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training.heap import grow_segments
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.balance import MemberLength, shares
+from rayloop.grpo.minibatches import mini_batches
+from rayloop.grpo.settings import LossSettings, UpdateSettings
+from rayloop.grpo.staleness import lag
 from rayloop.transports.seam import Sender
 from rayloop.transports.settings import CudaIpcTransport, TransportSettings
 
@@ -49,9 +53,46 @@ class LogprobGap:
     images: int = 0
     swapped: float = 0.0
 
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, float]]) -> LogprobGap:
+        """From the rows of ``PolicyRank.compare``."""
+        tokens, image_tokens = (sum(row[name] for row in rows) for name in ("tokens", "image_tokens"))
+        return cls(
+            int(tokens), sum(row["sum"] for row in rows) / max(1, tokens), max(row["max"] for row in rows),
+            sum(row["images"] > 0 for row in rows), sum(row["swapped"] for row in rows) / max(1, image_tokens),
+        )  # fmt: skip
+
     def report(self) -> dict[str, float]:
         """The fields of the event ``log-prob check``."""
         return {"tokens": self.tokens, "mean": self.mean, "max": self.max, "images": self.images, "swapped": self.swapped}
+
+
+def assignments(
+    groups: Sequence[Group], ranks: int, update: UpdateSettings, seed: int, version: Version, nominal: int, *,
+    treat_as_on_policy: bool,
+) -> list[list[list[Assignment]]]:  # fmt: skip
+    """What each rank trains on in a step on the kept members of the groups, for each of its updates.
+
+    Mini-batches are cut at group boundaries and shuffled by seed and step; within one, whole groups are spread over the ranks
+    (``shares``). ``nominal`` is the number of trajectories of a full step.
+    """
+
+    def assignment(member: Member) -> Assignment:
+        assert member.advantage is not None
+        assert member.payload is not None
+        return Assignment(
+            member.summary.id, member.payload, member.advantage, member.reference,
+            on_policy=member.replayed and treat_as_on_policy, lag=lag(member.summary.first_version, version),
+        )  # fmt: skip
+
+    plan: list[list[list[Assignment]]] = [[] for _ in range(ranks)]
+    sizes = [len(group.kept) for group in groups]
+    for batch in mini_batches(sizes, update, seed, version.step, nominal):
+        kept = [groups[index].kept for index in batch]
+        lengths = [[MemberLength.of(member.summary) for member in members] for members in kept]
+        for rank, share in enumerate(shares(lengths, ranks)):
+            plan[rank].append([assignment(kept[group][member]) for group, member in share])
+    return plan
 
 
 @dataclass(frozen=True, slots=True)

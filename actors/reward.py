@@ -40,11 +40,11 @@ class RewardActor(Actor):
         self._tokenizer = load_tokenizer(resolve(model.path, model.revision).folder)
         self._source: Any = as_source(settings.source.build(), settings.source.use, settings.per)
         self._around = around(self._source)
-        self._scoring = 0
+        self.rewards = 0
 
     def health(self) -> int:
         """Trajectories being scored."""
-        return self._scoring
+        return self.rewards
 
     async def score(self, task: Task, step: int, *trajectories: Trajectory) -> list[Outcome]:
         """The outcomes of trajectories of one task: each by itself, all at once, or together (``reward.per: group``)."""
@@ -72,11 +72,11 @@ class RewardActor(Actor):
             raise WorkerSpent(f"{stuck} calls of the grader hang in this process")
         hung = Scored(self._settings.failing_value, flags=(str(EndReason.TOOL_DEADLINE),))
         asked = [trajectory for trajectory in trajectories if trajectory.end_reason is not EndReason.TOOL_DEADLINE]
-        self._scoring += len(asked)
+        self.rewards += len(asked)
         try:
             outcomes = iter(await self._attempts(asked, task, [self._context(t, step) for t in asked]) if asked else ())
         finally:
-            self._scoring -= len(asked)
+            self.rewards -= len(asked)
         return [hung if t.end_reason is EndReason.TOOL_DEADLINE else next(outcomes) for t in trajectories]
 
     async def describe(self, group: Group, *trajectories: Trajectory) -> tuple[list[RolloutRecord], dict[str, bytes]]:

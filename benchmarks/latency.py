@@ -43,7 +43,7 @@ def _latency(arguments: argparse.Namespace) -> int:
     found: dict[str, list[float]] = {"free": [], "barrier": []}
     with private_cluster() as temporary, tempfile.TemporaryDirectory(dir=temporary) as folder:
         from benchmarks.gui import latencies  # imports ray, which reads the environment
-        from rayloop.cluster.roles.session import start
+        from rayloop.cluster.session import start
 
         step = mean(latencies(0, 200_000))
         there = arguments.environments * arguments.turn / (arguments.turn + step)

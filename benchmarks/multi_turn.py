@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _multi_turn(arguments: argparse.Namespace) -> int:
     with private_cluster() as temporary, tempfile.TemporaryDirectory(dir=temporary) as folder:
-        from rayloop.cluster.roles.session import start  # imports ray, which reads the environment
+        from rayloop.cluster.session import start  # imports ray, which reads the environment
 
         start(folder, store=STORE, num_cpus=4 + arguments.engines + arguments.environments)
         found = _measured(_config(arguments, Path(temporary)), Path(temporary))

@@ -48,7 +48,7 @@ def _scale(arguments: argparse.Namespace) -> int:
     latencies = json.loads(arguments.latencies.read_text(encoding="utf-8"))
     measure = _cost if arguments.what == "cost" else _async
     with private_cluster() as temporary:
-        from rayloop.cluster.roles.session import session  # imports ray, which reads the environment
+        from rayloop.cluster.session import session  # imports ray, which reads the environment
 
         with session({}, None, temporary, Path(temporary)):
             found = measure(arguments, latencies)

@@ -28,8 +28,8 @@ from rayloop.actors.lease import LeasesEngines
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.driver_actor import DriverActor
-from rayloop.cluster.roles.pool import Pool
 from rayloop.cluster.roles.services import TrainingServices
+from rayloop.cluster.supervision.pool import Pool
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group

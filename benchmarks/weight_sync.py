@@ -121,7 +121,7 @@ def _weight_sync(arguments: argparse.Namespace) -> int:
     with private_cluster() as temporary, tempfile.TemporaryDirectory() as folder:
         import ray  # reads the environment
 
-        from rayloop.cluster.roles.session import start
+        from rayloop.cluster.session import start
 
         start(temporary, store=(4 * arguments.mib + 256) * 2**20)
         ways = {name: _way(name, arguments, folder) for name in arguments.transports}

@@ -17,16 +17,18 @@ import ray
 
 from rayloop.actors.handles import Handle
 from rayloop.actors.lease import LeasesEngines
+from rayloop.actors.policy import PolicyRank
 from rayloop.actors.reference import ReferenceActor
-from rayloop.cluster.loop.ending import ended
-from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.payloads import capture
-from rayloop.cluster.loop.saving import Saving, Step
-from rayloop.cluster.loop.watchdog import watch, watch_liveness
+from rayloop.cluster.loop.saving import SavedStep, Saving
 from rayloop.cluster.loop.weight_sync import WeightSync
-from rayloop.cluster.roles.pool import ATTEMPTS
 from rayloop.cluster.roles.services import TrainingServices
+from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.pool import ATTEMPTS
+from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.restart import ended
+from rayloop.cluster.supervision.watchdog import watch, watch_liveness
 from rayloop.core import incidents
 from rayloop.core.deadlines import Timings, background, decisive, timed, until_stopped
 from rayloop.core.failures import GenerationBudgetSpent, GraderBroken, PolicyLost, Preempted, RayloopError
@@ -74,22 +76,24 @@ class Driver:
         self.timings = Timings()
         self.ledger = Ledger()
         self.weight_sync = WeightSync(config, services, reporter)
-        self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.Warning(why)))
+        self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.WarningEvent(why)))
         within, beside = config.policy.step_timeout, config.checkpoint.asynchronous
         self.saving = Saving(self.checkpoints, reporter.event, beside=beside, timeout=within)
-        self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter)
+        self.blame = Blame(config.environment)
+        self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter, self.blame)
         self.filters = build_filters(config.algorithm.filtering.filters)
         warnings = (on_training_rows(config), never_evaluated(config))
         for why in filter(None, warnings):
-            reporter.event(incidents.Warning(why))
+            reporter.event(incidents.WarningEvent(why))
         self.held_out = held_out_rows(config, reporter)
         own = self.rollouts
-        self.player = EpisodeRunner(config, services, handle, reporter.event, own.quarantine, own.blame)
+        self.player = EpisodeRunner(config, services, handle, reporter.event, own.quarantine, self.blame)
         self.initial = self.state()
 
     # The loop ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
+        """Train from the newest checkpoint to the last step. Raises PolicyLost when a rank died."""
         await self.restore()
         await self.sync_weights()
         await self.verify()
@@ -163,7 +167,7 @@ class Driver:
                     await self.rebuild()
                 return await self.services.policy.while_there(self.run())
             except PolicyLost as error:
-                self.reporter.event(incidents.PolicyLost(str(error), self.services.policy.blamed))
+                self.reporter.event(incidents.PolicyLostEvent(str(error), self.services.policy.blamed))
                 self.lost = True
                 await until_stopped(self.stopping, self.services.policy.afford(error))
 
@@ -183,7 +187,7 @@ class Driver:
             self.saving.anew(self.origin.since)
             if gone := self.saving.latest():
                 why = f"{gone} was saved below {self.checkpoints.folder}, and no checkpoint is left there: the run begins at step 0"
-                self.reporter.event(incidents.Warning(why))
+                self.reporter.event(incidents.WarningEvent(why))
             self.reinstate(self.initial)
         await until_stopped(self.stopping, self.rollouts.ready.complete(self.annotate))
         lineage = self.checkpoints.next_lineage()
@@ -207,6 +211,7 @@ class Driver:
 
     @timed("update_weights")
     async def sync_weights(self) -> None:
+        """Bring the weights of this step to the engines; a stop ends it early."""
         self.version, self.updating = Version(self.version.lineage, self.step), False
         with suppress(Preempted):  # collect() tells; the step is still recorded and saved
             await until_stopped(self.stopping, self.weight_sync.send(self.version))
@@ -238,7 +243,7 @@ class Driver:
 
     @timed("gen")
     async def collect(self) -> Collected:
-        """The groups of this step (ready ones, ranked and cut to the target, and fetched by the ranks) and what it is told with."""
+        """The groups of this step, ranked, cut to the target and fetched by the ranks, and what happened since the step before."""
         try:
             return await self.rollouts.collect(self.version, self.inherited, self.hold)
         except GenerationBudgetSpent as error:
@@ -248,7 +253,7 @@ class Driver:
             raise end from None
 
     async def unusable(self, error: RayloopError) -> RayloopError:
-        """The error with an answer quoted; a sample of what was played for this step is kept, for whoever wants to know why."""
+        """The error with an answer quoted; a sample of what was played for this step is kept."""
         records = await self.dump(self.rollouts.finished.groups[: self.config.keep_rollouts or 1], self.step + 1)
         cause = self.rollouts.alarms.collapsed(self.config.policy.optimizer.lr)
         examples = quoted(records[:1], self.step + 1, self.config.keep_rollouts)
@@ -282,9 +287,9 @@ class Driver:
     async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
         """One step of the trainer, on what the ranks hold; each packs its share."""
         self.updating = True
-        report = await self.services.policy.train()
+        report, *_ = await self.services.policy.all(PolicyRank.train)
         self.rollouts.ready.settle_trained(groups)
-        self.origin.check()  # before anything of this step is published or told
+        self.origin.check()  # before anything of this step is published or recorded
         self.reporter.trained(self.step + 1, groups)
         return report
 
@@ -335,7 +340,7 @@ class Driver:
 
     async def dump(self, groups: list[Group], step: int) -> list[RolloutRecord]:
         """A reward actor, which has the tokenizer, opens the payloads; the driver only writes the records (``keep_rollouts``)."""
-        described = await asyncio.gather(*(self.player.describe(group) for group in groups))
+        described = await asyncio.gather(*(self.player.rewards.describe(group) for group in groups))
         records = [record for rows, _ in described for record in rows]
         images = {sha: data for _, found in described for sha, data in found.items()}
         if records and self.config.keep_rollouts:
@@ -356,12 +361,12 @@ class Driver:
         async def state() -> Any:
             return await capture(self.state, self.rollouts.lose, self.config.policy.step_timeout)
 
-        await self.saving.save(Step(self.version, state, ours, best, last), self.services.policy)
+        await self.saving.save(SavedStep(self.version, state, ours, best, last), self.services.policy)
 
     # The driver's part of a checkpoint (docs/algorithm.md, section 12) ---------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Of this moment: plain values, and ``Held`` ones for payloads, so that production goes on while these are fetched."""
+        """Of this moment: plain values, and ``HeldValue`` ones for payloads, so that production goes on while these are fetched."""
         return {
             "step": self.step,
             "version": astuple(self.version),

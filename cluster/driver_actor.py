@@ -69,7 +69,7 @@ class DriverActor(Actor):
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
         """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
         assert self.driver is not None
-        return await self.driver.player.replace_engine(episode, lost, why)
+        return await self.driver.player.calls.replace_engine(episode, lost, why)
 
     async def about(self) -> RunConfig:
         """For who serves the policy: the run's configuration."""

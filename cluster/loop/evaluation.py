@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from rayloop.cluster.loop.episode_runner import EpisodeRunner
+from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import EndReason, RolloutRequest, TrajectoryId, derive
 from rayloop.measure.controls import Item
@@ -41,7 +41,7 @@ async def play(
                 player.blame.forget(group)
         for member in members:
             hear(member)
-        records, images = await player.describe(Group(group, asked[indices[0]].task, tuple(members)))
+        records, images = await player.rewards.describe(Group(group, asked[indices[0]].task, tuple(members)))
         for number, (index, member) in enumerate(zip(indices, members, strict=True)):
             items[index] = _item(asked[index], member, [one for one in records if one.sample == number])
             keep(items[index], images)

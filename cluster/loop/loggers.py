@@ -35,10 +35,12 @@ class Prometheus:
         threading.Thread(target=self._repeat, daemon=True, name="prometheus-repeat").start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Set the gauges of these metrics."""
         self._export(metrics)
         self._newest = self._newest | dict(metrics)
 
     def close(self) -> None:
+        """End the thread that repeats them."""
         self._closed.set()
 
     def _repeat(self) -> None:

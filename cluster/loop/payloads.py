@@ -10,13 +10,13 @@ from rayloop.actors.fates import object_lost
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.types import TrajectoryId
-from rayloop.rollout.plain import Held, Plain, filled, held
+from rayloop.rollout.plain import HeldValue, Plain, filled, held
 
 
 async def capture(state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float) -> Plain:
     """The state of one moment with its payloads in it; what it is taken of goes on while they are fetched.
 
-    Trajectories whose bytes are gone are told to ``lose`` first, and a later moment is taken. Raises CheckpointError when
+    ``lose`` gets the trajectories whose bytes are gone, and then a later moment is taken. Raises CheckpointError when
     bytes do not come within ``timeout`` seconds.
     """
     values: dict[Any, Any] = {}
@@ -31,7 +31,7 @@ async def capture(state: Callable[[], Plain], lose: Callable[[Collection[Traject
         lose(lost)
 
 
-async def fetch(wanted: Iterable[Held], values: dict[Any, Any]) -> set[TrajectoryId]:
+async def fetch(wanted: Iterable[HeldValue], values: dict[Any, Any]) -> set[TrajectoryId]:
     """Add to ``values`` what the references stand for. Returns the trajectories of which something is lost."""
     ids = {(found.reference, found.id) for found in wanted}
 

@@ -30,7 +30,7 @@ class Saves(Protocol):
 
 
 @dataclass(frozen=True)
-class Step:
+class SavedStep:
     """What is to be saved. ``state`` captures the driver's part, ``about`` goes into the marker, ``best`` is kept."""
 
     version: Version
@@ -74,10 +74,10 @@ class Saving:
         """Whether there is a complete checkpoint of it."""
         return self.saved is not None and self.saved[0] == version and complete(self.saved[1].folder) is not None
 
-    async def save(self, step: Step, policy: Saves) -> None:
+    async def save(self, step: SavedStep, policy: Saves) -> None:
         """Save a step, when the one before is written. Returns when the ranks may go on, of the last one when it is on disk.
 
-        A save that fails is told, and tried again by who asks at the next step. Raises CheckpointError when it was the last or
+        A save that fails is recorded; the caller tries again at the next step. Raises CheckpointError when it was the last or
         ``FAILED_SAVES`` failed before it; what else went wrong, such as PolicyLost, now or from ``settle``.
         """
         await self.settle()
@@ -103,7 +103,7 @@ class Saving:
             self._under_way.cancel()
             await asyncio.wait({self._under_way}, timeout=self._timeout)
 
-    async def _write(self, step: Step, policy: Saves, copied: asyncio.Event) -> None:
+    async def _write(self, step: SavedStep, policy: Saves, copied: asyncio.Event) -> None:
         began, number = time.monotonic(), step.version.step
         write = partial(policy.save_beside, copied=copied) if self._beside and not step.last else policy.save
         try:
@@ -115,4 +115,4 @@ class Saving:
                 raise
             return
         self.failed, self.saved = 0, (step.version, saved)
-        self._emit(events.Checkpoint(saved.folder.name, round(time.monotonic() - began, 3)), number)
+        self._emit(events.CheckpointEvent(saved.folder.name, round(time.monotonic() - began, 3)), number)

@@ -13,15 +13,15 @@ from typing import Any
 from rayloop.actors.fates import object_lost
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.lost import brief
-from rayloop.actors.policy import LogprobGap
+from rayloop.actors.policy import LogprobGap, PolicyRank
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.loop.episode_runner import EpisodeRunner
-from rayloop.cluster.roles.policy_group import LOADING
 from rayloop.cluster.roles.services import TrainingServices
+from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.policy_group import LOADING
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
-from rayloop.core.failures import DataFailure, EnvironmentFailed, LogprobMismatch, PolicyLost, WeightSyncError, WorkerLost
-from rayloop.core.groups import RolloutFailed, Unscored, UnscoredKind
+from rayloop.core.failures import DataFailure, EnvironmentFailed, Failure, LogprobMismatch, PolicyLost, WeightSyncError, WorkerLost
+from rayloop.core.groups import Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version, derive
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
@@ -92,7 +92,7 @@ class WeightSync:
 
     def fell_back(self, version: Version, error: Exception) -> None:
         """The transport's own way failed; a slower one follows."""
-        self.reporter.event(incidents.BroadcastFailed(str(version), why=brief(error)))
+        self.reporter.event(incidents.BroadcastFailedEvent(str(version), why=brief(error)))
 
     async def admit(self, engine: Handle[RolloutActor]) -> None:
         """Bring a new engine to the current weights (none before the first weight update). Waits for others when these are lost."""
@@ -187,25 +187,25 @@ class WeightSync:
             [played] = await player.episodes([request])
         finally:
             player.blame.forget(request.id.group)
-        if not isinstance(played, RolloutFailed):
+        if not isinstance(played, Failure):
             return played[1]
-        self.reporter.event(incidents.ProbeFailed(purpose, request.task.id, why=played.outcome.reason))
-        return played.outcome
+        self.reporter.event(incidents.ProbeFailed(purpose, request.task.id, why=played.why))
+        return Unscored.of(played)
 
     async def _self_test(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         """Publish visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
-        groups = await self.services.policy.parameter_groups()
+        groups, *_ = await self.services.policy.all(PolicyRank.parameter_groups)
         for number, group in enumerate(groups, start=-len(groups)):
             if group in ("vision", "merger") and not self._unchanged.images:
                 self.reporter.event(events.SelfTest(group, skipped="no probe has an image"))
                 continue
             try:  # from here on: a perturbation goes on at the ranks when its await is cancelled
-                await self.services.policy.perturb(group)
+                await self.services.policy.all(PolicyRank.perturb, group)
                 await self.send(Version(version.lineage, version.step + number))  # rising: older ones are pruned
                 moved, probes = await asyncio.gather(self.services.policy.compare(self._probes), self._probe(tasks, player, group))
                 follows = await self.services.policy.compare(probes)
             finally:
-                await self.services.policy.restore_parameters()
+                await self.services.policy.all(PolicyRank.restore_parameters)
             self.reporter.event(events.SelfTest(group, moved=moved.mean, follows=follows.mean))
             self._judge(group, moved, follows)
         await self.send(version)

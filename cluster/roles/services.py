@@ -27,10 +27,10 @@ from rayloop.actors.policy import PolicyRank, RankSettings
 from rayloop.actors.reference import ReferenceActor
 from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.roles.nodes import Nodes
-from rayloop.cluster.roles.policy_group import PolicyGroup
-from rayloop.cluster.roles.pool import Pool, Pooled
 from rayloop.cluster.roles.shared import check_shared
+from rayloop.cluster.supervision.nodes import Nodes
+from rayloop.cluster.supervision.policy_group import PolicyGroup
+from rayloop.cluster.supervision.pool import Pool, Pooled
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
@@ -230,6 +230,7 @@ class TrainingServices(Services):
             await check_shared(self.policy, Path(self.folder))
 
     def stop(self) -> None:
+        """End every actor, the ranks first."""
         if self._group is not None:
             self.policy.stop()
         super().stop()

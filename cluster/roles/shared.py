@@ -7,7 +7,8 @@ import secrets
 import shutil
 from pathlib import Path
 
-from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.actors.policy import PolicyRank
+from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import appears
 
@@ -20,10 +21,10 @@ async def check_shared(policy: PolicyGroup, folder: Path) -> None:
     probe = folder / f".shared-{secrets.token_hex(4)}"
     probe.mkdir(parents=True)
     try:
-        unseen = [host for host in await policy.shares(str(probe), SHARED) if host]
+        unseen = [host for host in await policy.all(PolicyRank.shares, str(probe), SHARED) if host]
         signs = [probe / f"rank-{rank}" for rank in range(len(policy.ranks))]
         if unseen or not all([await asyncio.to_thread(appears, sign, SHARED) for sign in signs]):
-            where = ", ".join(dict.fromkeys(unseen or await policy.hosts()))
+            where = ", ".join(dict.fromkeys(unseen or await policy.all(PolicyRank.host)))
             raise ConfigError(
                 f"output: {folder} is not shared by the nodes of the policy ({where}), which save their part of each "
                 "checkpoint there. Set output=FOLDER to one that all nodes see"

@@ -17,10 +17,10 @@ from rayloop.actors.fates import cause
 from rayloop.actors.handles import Handle, create, submit
 from rayloop.actors.lease import Lease
 from rayloop.actors.rollout import RolloutActor, start_weights
-from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.roles.services import Services
-from rayloop.cluster.roles.session import session
+from rayloop.cluster.session import session
+from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.config.settings import dump
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
@@ -179,7 +179,7 @@ class Evaluator(Actor):
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
         """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
-        return await self.player.replace_engine(episode, lost, why)
+        return await self.player.calls.replace_engine(episode, lost, why)
 
     async def _admit(self, engine: Handle[RolloutActor]) -> None:
         if self.weights is None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from ray.exceptions import AuthenticationError
 
-from rayloop.cluster.roles.session import ask_head
+from rayloop.cluster.session import ask_head
 from rayloop.core.failures import MachineFailed
 
 SILENCE = 50.0

@@ -10,7 +10,7 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayError
 
-from rayloop.cluster.roles.session import session
+from rayloop.cluster.session import session
 from rayloop.cluster.stages.serving import begin, deploy, end, room, url, watch
 from rayloop.core.signals import handling
 from rayloop.judge.discovery import Address, announce, withdraw

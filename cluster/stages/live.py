@@ -23,7 +23,7 @@ from ray.exceptions import ActorDiedError, RayError
 from rayloop.actors.base import Actor
 from rayloop.actors.handles import Handle, submit
 from rayloop.cluster.driver_actor import DriverActor
-from rayloop.cluster.roles.session import actor_table, logs_folder
+from rayloop.cluster.session import actor_table, logs_folder
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.run.place import Place
 

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ProxyStatus
 
-from rayloop.cluster.roles.session import serve_details
+from rayloop.cluster.session import serve_details
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.threads import call_within
 from rayloop.serve_apps.http_options import LOOPBACK

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from rayloop.actors.fates import cause
-from rayloop.cluster.roles.session import session
+from rayloop.cluster.session import session
 from rayloop.config.settings import local_path
 from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError
 from rayloop.core.model_files import resolve

@@ -25,7 +25,7 @@ from rayloop.actors.handles import Handle, create, submit
 from rayloop.actors.lost import brief
 from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.roles.services import actor_name
-from rayloop.cluster.roles.session import session
+from rayloop.cluster.session import session
 from rayloop.cluster.stages.evaluate import config_hash
 from rayloop.cluster.stages.head_watch import HeadGone, HeadWatch, watched
 from rayloop.config.settings import dump
@@ -188,7 +188,7 @@ def _run(
                 head.decide()
             except HeadGone as gone:
                 raise _without_head(gone, until, origin) from error
-            lost = folder.events.append(incidents.DriverLost(restarts, brief(error), socket.gethostname()))
+            lost = folder.events.append(incidents.DriverLostEvent(restarts, brief(error), socket.gethostname()))
             folder.events.close()  # the next driver goes on writing it
             progress.note(describe(lost))
             if until() < math.inf:

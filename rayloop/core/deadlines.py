@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class Awaited:
     """``what`` names the call and, if it is one's work, the task; ``actor`` is the handle of who should answer;
     ``starts``: its process is only being made, and answers nothing yet."""
 
@@ -31,11 +31,11 @@ class Wait:
 class Waits:
     """The waits under way, and when one last ended (``time.monotonic``)."""
 
-    open: dict[int, Wait] = field(default_factory=dict)
+    open: dict[int, Awaited] = field(default_factory=dict)
     moved: float = field(default_factory=time.monotonic)
     entered: int = 0
 
-    def oldest(self) -> list[Wait]:
+    def oldest(self) -> list[Awaited]:
         return sorted((wait for wait in self.open.values() if wait.counts), key=lambda wait: wait.since)
 
 
@@ -66,7 +66,7 @@ async def with_deadline(
     """
     WAITS.entered += 1
     key = WAITS.entered
-    WAITS.open[key] = Wait(what, time.monotonic(), actor, counts, starts)
+    WAITS.open[key] = Awaited(what, time.monotonic(), actor, counts, starts)
     try:
         return await bounded(deadline, awaitable, WorkerLost(f"{what} did not answer within {deadline:g} s"))
     finally:

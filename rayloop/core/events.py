@@ -1,8 +1,9 @@
-"""Events: what happens once in a run and is told. One class for each kind, with the types of its fields.
+"""Events: what happens once in a run and is recorded. One class for each kind, with the types of its fields.
 
-Here are those of every run, in incidents.py those that one would rather not see. ``incidents.WorkerLost`` is recorded as
+Here are those of every run, in incidents.py those of failures. A class whose name would be an exception's ends with ``Event``,
+which its kind leaves out. ``incidents.WorkerLostEvent`` is recorded as
 ``{"event": "worker_lost", ...}`` with all of its fields. A class says what happened, what there is to do about it, and ``by``
-which file it is told; docs/events.md is made from that (benchmarks/pages/events.py).
+which file emits it; docs/events.md is made from that (benchmarks/pages/events.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Event:
     def __init_subclass__(cls, *, by: str) -> None:
         dataclass(frozen=True)(cls)
         cls.by = by
-        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Event")).lower()
 
     def record(self) -> dict[str, Any]:
         """The kind and all fields, as they are written to events.jsonl."""
@@ -34,7 +35,7 @@ class Event:
 
 
 Emit: TypeAlias = Callable[[Event], None]
-"""What parts of a run are given to tell what happened."""
+"""Emits an event of the run."""
 
 
 class Start(Event, by="cluster/stages/train.py"):
@@ -120,6 +121,7 @@ class Evaluated(Event, by="rayloop/run/reporter.py"):
     scores: Mapping[str, float]
 
     def record(self) -> dict[str, Any]:
+        """The kind and the scores by name."""
         return {"event": self.kind, **self.scores}
 
 
@@ -152,7 +154,7 @@ class Gain(Event, by="rayloop/run/reporter.py"):
     95 % interval, paired by task; null for fewer than 8)."""
 
 
-class Checkpoint(Event, by="cluster/loop/saving.py"):
+class CheckpointEvent(Event, by="cluster/loop/saving.py"):
     """A checkpoint is complete."""
 
     folder: str
@@ -171,13 +173,13 @@ class EarlyStop(Event, by="rayloop/run/reporter.py"):
     """The best held-out `reward` and its `step`."""
 
 
-class Finished(Event, by="rayloop/run/reporter.py"):
+class FinishedEvent(Event, by="rayloop/run/reporter.py"):
     """All steps are trained, or an `early_stop` came before."""
 
     ledger: Mapping[str, int]
 
 
-class Preempted(Event, by="cluster/loop/ending.py"):
+class PreemptedEvent(Event, by="cluster/supervision/restart.py"):
     """The run was asked to stop, and is saved. To do: start it again; it continues."""
 
     ledger: Mapping[str, int]

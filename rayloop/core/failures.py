@@ -6,9 +6,61 @@ ever turned into a reward. A ``RayloopError`` that reaches the command line is p
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import StrEnum
+
 AGAIN = 69
 """The exit code of a run that a failure of the machines ended: started again later it may well go on (sysexits: a service is
 unavailable). ``node --requeue`` does that."""
+
+
+class Cause(StrEnum):
+    """What went wrong with an episode that the policy did not break."""
+
+    RAISED = "raised"
+    """The environment, the engine or this software raised."""
+    BUG = "bug"
+    """The environment's code raised in a way that does not depend on where it runs (a TypeError, not a full disk)."""
+    HUNG = "hung"
+    """A call outlived its deadline."""
+    LOST = "lost"
+    """The actor that played it is gone."""
+    BAD_DATA = "bad_data"
+    """An image or a row cannot be used."""
+    OVER_LONG = "over_long_prompt"
+    """The prompt is longer than the limit."""
+
+
+class Scope(StrEnum):
+    """What a failure says something about."""
+
+    EPISODE = "episode"
+    """The task and the environment actor that played it."""
+    PROCESS = "process"
+    """The same, and the actor's process must end: it holds a call that hangs."""
+    ENGINE = "engine"
+    """The engine: the environment actor does its work."""
+    BYSTANDER = "bystander"
+    """Neither: the actor was ended because of another episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an episode was not played: a value, which the driver decides about (cluster/supervision/attempts.py).
+
+    ``retryable``: another actor may play it. ``why`` is for people; ``path`` is the file at fault of BAD_DATA.
+    """
+
+    cause: Cause
+    scope: Scope
+    retryable: bool
+    why: str
+    path: str = ""
+
+    @property
+    def of_actor(self) -> bool:
+        """Whether the environment actor, or the task on it, has to answer for it."""
+        return self.scope in (Scope.EPISODE, Scope.PROCESS)
 
 
 class RayloopError(Exception):

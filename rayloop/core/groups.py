@@ -1,4 +1,4 @@
-"""The words of what is judged together: outcomes, failures, members, groups and their fates. No torch, no ray, no I/O."""
+"""The words of what is judged together: outcomes, members, groups and their fates. No torch, no ray, no I/O."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rayloop.core.failures import Cause, Failure
 from rayloop.core.types import Ref, Summary, Task, Trajectory, TrajectoryId
 
 
@@ -46,27 +47,14 @@ class Unscored:
     reason: str = ""
     trace: str = field(default="", compare=False, repr=False)
 
+    @classmethod
+    def of(cls, failure: Failure) -> Unscored:
+        """The outcome of an episode that was not played."""
+        same = failure.cause in (Cause.BAD_DATA, Cause.OVER_LONG)
+        return cls(UnscoredKind(failure.cause) if same else UnscoredKind.ENVIRONMENT_FAILURE, failure.why)
+
 
 Outcome = Scored | Unscored
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutFailed:
-    """An episode that could not be played. A value, not an exception: the driver decides what follows.
-
-    ``outcome.kind`` ENVIRONMENT_FAILURE is played again elsewhere, and BAD_DATA (``path``: the file) until another actor says so.
-    ``own``: not an engine's; ``hung``: it outlived a deadline, end its process, unless it was ``contained`` in one of its own that
-    is gone already; ``bug``: the code would raise this anywhere.
-    """
-
-    id: TrajectoryId
-    attempt: int
-    outcome: Unscored
-    path: str = ""
-    own: bool = False
-    hung: bool = False
-    bug: bool = False
-    contained: bool = False
 
 
 class TrajectoryState(StrEnum):
@@ -108,6 +96,7 @@ class Member:
 
     @property
     def kept(self) -> bool:
+        """Whether it has not left its group."""
         return self.status is None
 
     def bare(self) -> Member:
@@ -135,6 +124,7 @@ class Group:
 
     @property
     def kept(self) -> tuple[Member, ...]:
+        """Members that have not left the group."""
         return tuple(member for member in self.members if member.kept)
 
     @property

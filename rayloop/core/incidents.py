@@ -1,4 +1,4 @@
-"""Incidents: the events (events.py) that one would rather not see, from a value that changed to a driver that died."""
+"""Incidents: the events (events.py) of what went wrong, from a value that changed to a driver that died."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AlreadyDone(Event, by="rayloop/run/reporter.py"):
     """Which key to raise."""
 
 
-class Warning(Event, by="cluster/driver.py"):
+class WarningEvent(Event, by="cluster/driver.py"):
     """A configuration that works and is seldom meant, an older checkpoint that could not be removed, or a run that begins anew
     since its checkpoints were removed. To do: change the key that `why` names, or bring back what it names, or leave it."""
 
@@ -64,7 +64,7 @@ class QuarantineCleared(Event, by="cluster/driver.py"):
     """Their ids."""
 
 
-class BadData(Event, by="cluster/loop/episode_runner.py"):
+class BadData(Event, by="cluster/supervision/attempts.py"):
     """A held-out task cannot be played. It has no score; the training task of that id is another one. To do: repair the row."""
 
     task: str
@@ -95,7 +95,7 @@ class DriftUnknown(Event, by="cluster/loop/weight_sync.py"):
     why: str
 
 
-class BroadcastFailed(Event, by="cluster/loop/weight_sync.py"):
+class BroadcastFailedEvent(Event, by="cluster/loop/weight_sync.py"):
     """The ranks and engines did not all meet, or the broadcast broke: this version went through the object store. To do: when it
     comes again and again: check the network of the ranks."""
 
@@ -157,7 +157,7 @@ class NotWritten(Event, by="rayloop/run/reporter.py"):
     why: str
 
 
-class EpisodeFailed(Event, by="cluster/loop/episode_runner.py"):
+class EpisodeFailed(Event, by="cluster/supervision/attempts.py"):
     """An episode failed through no fault of the policy: it is played again, or was given up. To do: read `why` if it comes again
     and again: `excluded` tells how much."""
 
@@ -175,7 +175,7 @@ class PayloadLost(Event, by="rayloop/rollout/manager.py"):
     """As `group/sample`."""
 
 
-class Unscored(Event, by="rayloop/grpo/alarms.py"):
+class UnscoredEvent(Event, by="rayloop/grpo/alarms.py"):
     """The first trajectory without a reward of each kind. To do: read `why`; an alarm tells when there are many."""
 
     trajectory: str
@@ -213,7 +213,7 @@ class Alarm(Event, by="rayloop/grpo/alarms.py"):
     why: str
 
 
-class RolloutsNotWritten(Event, by="cluster/loop/scoring.py"):
+class RolloutsNotWritten(Event, by="cluster/supervision/scoring.py"):
     """The sampled rollouts of a group could not be described: they lack in `rollouts/`."""
 
     group: int
@@ -221,7 +221,7 @@ class RolloutsNotWritten(Event, by="cluster/loop/scoring.py"):
     why: str
 
 
-class WorkerLost(Event, by="cluster/roles/pool.py"):
+class WorkerLostEvent(Event, by="cluster/supervision/pool.py"):
     """An actor died, hung or is sick. It is ended, and another takes its place. To do: nothing while replacements serve; read
     `why` when it comes again and again."""
 
@@ -232,7 +232,7 @@ class WorkerLost(Event, by="cluster/roles/pool.py"):
     """Host name and address of the node that it was on; empty where that is not known."""
 
 
-class NodeLost(Event, by="cluster/roles/nodes.py"):
+class NodeLost(Event, by="cluster/supervision/nodes.py"):
     """A node is gone with every actor on it; all are replaced where there is room, which costs one unit of one budget. To do:
     nothing while others have room; bring the node back, or join another."""
 
@@ -246,7 +246,7 @@ class NodeLost(Event, by="cluster/roles/nodes.py"):
     """Serial numbers of those that were in service, by role: they have no `worker_lost`. The policy tells of its own loss."""
 
 
-class NodeAvoided(Event, by="cluster/roles/nodes.py"):
+class NodeAvoided(Event, by="cluster/supervision/nodes.py"):
     """Actors failed again and again on a node that lives: those that are replaced go elsewhere if there is room, for twenty
     minutes, and what they had reserved, such as a bad GPU, is given to nobody. To do: look at the node; drain it."""
 
@@ -258,7 +258,7 @@ class NodeAvoided(Event, by="cluster/roles/nodes.py"):
     """Within an hour."""
 
 
-class ReplacementFailed(Event, by="cluster/roles/pool.py"):
+class ReplacementFailed(Event, by="cluster/supervision/pool.py"):
     """The replacement of an actor did not start; another is tried. To do: read `why`; `recovery.replacements` bounds how often in
     an hour."""
 
@@ -270,7 +270,7 @@ class ReplacementFailed(Event, by="cluster/roles/pool.py"):
     """Host name and address of the node on which it came so far as to answer; empty where that is not known."""
 
 
-class WorkerReplaced(Event, by="cluster/roles/pool.py"):
+class WorkerReplaced(Event, by="cluster/supervision/pool.py"):
     """The replacement of an actor serves."""
 
     role: str
@@ -281,7 +281,7 @@ class WorkerReplaced(Event, by="cluster/roles/pool.py"):
     """Host name and address of the node that the replacement is on; empty where that is not known."""
 
 
-class PolicyLost(Event, by="cluster/driver.py"):
+class PolicyLostEvent(Event, by="cluster/driver.py"):
     """A rank of the policy died or hangs: all ranks are replaced, and the run goes on from its newest checkpoint. To do: nothing
     the first time; then read `why` and the ranks' files in `logs/`."""
 
@@ -298,7 +298,7 @@ class PolicyRebuilt(Event, by="cluster/driver.py"):
     """Host names and addresses of their nodes, by rank."""
 
 
-class DriverLost(Event, by="cluster/stages/train.py"):
+class DriverLostEvent(Event, by="cluster/stages/train.py"):
     """The driver died: another one goes on from the newest checkpoint. To do: nothing the first time; then look whether its node
     lacks memory."""
 
@@ -309,7 +309,7 @@ class DriverLost(Event, by="cluster/stages/train.py"):
     """Host name of the node that it was on, which is that of `train`."""
 
 
-class Silent(Event, by="cluster/loop/watchdog.py"):
+class Silent(Event, by="cluster/supervision/watchdog.py"):
     """An actor answers nothing, not even which machine it is on: its process is stopped, or hangs, or its machine does. It is
     replaced when the deadline of the awaited call is over. Emitted once, and again only after it answered. To do: look at its
     process (`python -m rayloop stacks RUN`) and its machine."""
@@ -332,7 +332,7 @@ class DriverSilent(Event, by="cluster/stages/train.py"):
     """Seconds until it is given up."""
 
 
-class Stalled(Event, by="cluster/loop/watchdog.py"):
+class StalledEvent(Event, by="cluster/supervision/watchdog.py"):
     """Nothing that the driver waits for has ended for a while. To do: read `stacks` of what is `awaited`; the run ends at
     `recovery.stall_timeout`."""
 

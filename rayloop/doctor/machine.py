@@ -20,7 +20,7 @@ from rayloop.launch.limits import MemoryLimit, memory_limit
 SOCKET_LIMIT = 107
 """Bytes in the path of a Unix socket, on Linux."""
 SOCKET = "rayloop-12345678/ray-12345678/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
-"""The longest path that Ray makes below our temporary folder (rayloop/launch/ray_variables.py, cluster/roles/session.py)."""
+"""The longest path that Ray makes below our temporary folder (rayloop/launch/ray_variables.py, cluster/session.py)."""
 RAY_RESERVE = 2 * 2**30
 """Bytes of memory for Ray's daemons, the driver and the small actors."""
 PROBE, SLOW = 2**14, 3.0

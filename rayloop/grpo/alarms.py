@@ -195,7 +195,7 @@ class Alarms:
             self._emit(grader_error(member))
         if isinstance(outcome, Unscored) and outcome.kind not in self._kinds:
             self._kinds.add(outcome.kind)
-            self._emit(incidents.Unscored(trajectory, task, str(outcome.kind), outcome.reason))
+            self._emit(incidents.UnscoredEvent(trajectory, task, str(outcome.kind), outcome.reason))
 
     def _first_group(self, members: Sequence[Member]) -> None:
         if self.graded:

@@ -1,9 +1,9 @@
-"""What is finished: what of a group is ready, what its trajectories tell about tasks, graders and the acceptance rate."""
+"""Finished groups: their ready members, and what their trajectories show about tasks, graders and the acceptance rate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from rayloop.core.groups import Group, Member, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.ledger import Ledger
@@ -11,16 +11,31 @@ from rayloop.core.types import Task, TrajectoryId
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.staleness import AcceptanceRate
-from rayloop.rollout.blame import Blame
 from rayloop.rollout.plain import Own, group_from_plain, member_from_plain, plain_group, plain_member
 from rayloop.rollout.ready import ReadyGroups, without
 from rayloop.run.config import RunConfig
 
 
+class Quarantine(Protocol):
+    """Remembers in how many groups tasks failed (cluster/supervision/quarantine.py)."""
+
+    def ended(self, group: int, task: str, failed: bool) -> str:
+        """A group ended, ``failed`` for some of its members. Returns why to quarantine its task, or ""."""
+
+    def clear(self) -> None:
+        """Forget all failures."""
+
+    def state(self) -> dict[str, int]:
+        """Plain values for the checkpoint."""
+
+    def restore(self, groups_failed: Mapping[str, int]) -> None:
+        """Take over what ``state`` returned."""
+
+
 class FinishedGroups:
     """``groups`` ended since the last step, as they were after the filters; what was kept of them went to ``ready``."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger, ready: ReadyGroups, alarms: Alarms, blame: Blame) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, ready: ReadyGroups, alarms: Alarms, blame: Quarantine) -> None:
         self.ledger, self.ready, self.alarms, self.blame = ledger, ready, alarms, blame
         self.groups: list[Group] = []
         self.buffer = ReplayBuffer(config.algorithm.replay, config.seed)
@@ -71,7 +86,7 @@ class FinishedGroups:
         return len(live)
 
     def state(self) -> dict[str, Any]:
-        """Plain values, and ``Held`` ones for the payloads of the replay buffer. Groups that are not committed are in flight."""
+        """Plain values, and ``HeldValue`` for payloads of the replay buffer. Groups that are not committed are in flight."""
         stored = self.buffer.state().items()
         return {
             "groups": [plain_group(group.bare()) for group in self.groups],

@@ -27,7 +27,7 @@ class GroupRequest:
 
 
 class Player(Protocol):
-    """Plays and scores groups, whatever dies meanwhile (cluster/loop/episode_runner.py)."""
+    """Plays and scores groups, whatever dies meanwhile (cluster/supervision/attempts.py)."""
 
     async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
         """The members of a group. ``step``: the one that they are meant for. ``begins`` is called whenever an episode is let into
@@ -92,9 +92,11 @@ class GroupRollout:
         return any(is_due(first, training, limit, inherited) for first in self._versions)
 
     def forget(self, request: int) -> None:
+        """Count a group's episodes no longer."""
         for version in self._began.pop(request).values():
             self._forget(version)
 
     def clear(self) -> None:
+        """Count no episode any longer."""
         self._began.clear()
         self._versions.clear()

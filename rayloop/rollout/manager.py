@@ -22,8 +22,7 @@ from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.filtering import Enough, generation_verdict
-from rayloop.rollout.blame import Blame
-from rayloop.rollout.finished import FinishedGroups
+from rayloop.rollout.finished import FinishedGroups, Quarantine
 from rayloop.rollout.group_rollout import GroupRequest, GroupRollout, Player
 from rayloop.rollout.plain import Own
 from rayloop.rollout.ready import ReadyGroups
@@ -43,13 +42,12 @@ async def _nothing_lost(groups: tuple[Group, ...]) -> Collection[TrajectoryId]:
 class RolloutManager:
     """``in_flight`` is what is being played, by group number."""
 
-    def __init__(self, config: RunConfig, ledger: Ledger, dataset: Dataset, reporter: Reports) -> None:
+    def __init__(self, config: RunConfig, ledger: Ledger, dataset: Dataset, reporter: Reports, blame: Quarantine) -> None:
         self.config, self.ledger, self.dataset, self._reporter = config, ledger, dataset, reporter
         self.scheduler = GroupScheduler(config, dataset, ledger, reporter.bad_row)
         self.ready = ReadyGroups(config.algorithm, ledger)
         self.alarms = Alarms(config.alarms, config.drift, config.reward.source.use, reporter.event)
-        self.blame = Blame(config.environment)
-        self.finished = FinishedGroups(config, ledger, self.ready, self.alarms, self.blame)
+        self.finished = FinishedGroups(config, ledger, self.ready, self.alarms, blame)
         self.in_flight: dict[int, GroupRequest] = {}
         self._playing = GroupRollout(config, self._notify)
         self._taken = 0
@@ -208,7 +206,7 @@ class RolloutManager:
         """Issue quarantined tasks again, as if none had ever failed. Returns their ids."""
         cleared = sorted(self.scheduler.quarantined)
         self.scheduler.quarantined.clear()
-        self.blame.groups_failed.clear()
+        self.finished.blame.clear()
         return cleared
 
     def quarantine(self, task: Task, path: str, reason: str) -> None:
@@ -233,13 +231,13 @@ class RolloutManager:
         self.ready.close()
 
     def state(self) -> dict[str, Any]:
-        """Of this moment, for the checkpoint: plain values, and ``Held`` ones (rayloop/rollout/plain.py) for payloads."""
+        """Of this moment, for the checkpoint: plain values, and ``HeldValue`` ones (rayloop/rollout/plain.py) for payloads."""
         return {
             "issuer": self.scheduler.state(self.in_flight.values()),
             "ready": self.ready.state(),
             "finished": self.finished.state(),
             "alarms": self.alarms.state(),
-            "blame": self.blame.state(),
+            "blame": self.finished.blame.state(),
         }
 
     def restore(self, state: Mapping[str, Any], own: Own) -> None:
@@ -256,6 +254,6 @@ class RolloutManager:
         self.ready.restore(state["ready"], own, task)
         self.finished.restore(state["finished"], own, task)
         self.alarms.restore(state["alarms"])
-        self.blame.restore(state["blame"])
+        self.finished.blame.restore(state["blame"])
         self.in_flight.clear()
         self._taken = 0

@@ -1,32 +1,25 @@
 """Groups, members and trajectories as plain values (what JSON knows, bytes and arrays) and back, for the checkpoint.
 
-Written out by hand: what a checkpoint says does not change when a class is renamed or moved, and reading one runs no code of
-whoever wrote it. A field that is added here and cannot be absent raises ``SCHEMA`` (rayloop/run/identity.py).
+A dataclass becomes a mapping from its fields' names, an id or a version the list of its numbers. pydantic reads them back by the
+classes' types, which runs no code from the checkpoint. A field without a default that is added to a class raises ``SCHEMA``
+(rayloop/run/identity.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import astuple, dataclass, fields, is_dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from rayloop.core.groups import Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
-from rayloop.core.types import (
-    EndReason,
-    FinishReason,
-    ImageRef,
-    ImagesSent,
-    Sampling,
-    Summary,
-    Task,
-    Trajectory,
-    TrajectoryId,
-    Turn,
-    Version,
-)
+from rayloop.core.groups import Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored
+from rayloop.core.types import Summary, Task, Trajectory, TrajectoryId, Turn, Version
 
+T = TypeVar("T")
 Plain = Any
 """None, a bool, a number, a text, bytes, an array, a list of these, or a mapping from texts to these."""
 Own = Callable[[Any], Any]
@@ -34,17 +27,17 @@ Own = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """In a state, in the place of a value that somebody else holds: ``reference`` is what the member ``id`` has of it."""
+class HeldValue:
+    """Stands in a state for a value in the object store: ``reference`` is the one that the member ``id`` has."""
 
     id: TrajectoryId
     reference: Any
 
 
-def held(state: Plain) -> Iterator[Held]:
-    """All in ``state``."""
+def held(state: Plain) -> Iterator[HeldValue]:
+    """All held values in ``state``."""
     match state:
-        case Held():
+        case HeldValue():
             yield state
         case Mapping():
             for value in state.values():
@@ -55,9 +48,9 @@ def held(state: Plain) -> Iterator[Held]:
 
 
 def filled(state: Plain, values: Callable[[Any], Any]) -> Plain:
-    """``state`` with the value of every ``Held`` in its place; ``values``: by reference."""
+    """``state`` with the value of every ``HeldValue`` in its place; ``values``: by reference."""
     match state:
-        case Held(reference=reference):
+        case HeldValue(reference=reference):
             value = values(reference)
             return plain_trajectory(value) if isinstance(value, Trajectory) else value
         case Mapping():
@@ -67,44 +60,72 @@ def filled(state: Plain, values: Callable[[Any], Any]) -> Plain:
     return state
 
 
+def _plain(value: Any) -> Plain:
+    """A value of the core's classes as plain data."""
+    match value:
+        case TrajectoryId() | Version():
+            return list(astuple(value))
+        case StrEnum():
+            return str(value)
+        case tuple() | list():
+            return [_plain(one) for one in value]
+        case Mapping():
+            return {name: _plain(one) for name, one in value.items()}
+        case _ if is_dataclass(value) and not isinstance(value, HeldValue):
+            return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+@cache
+def _reader(cls: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
+
+
+def _read(cls: type[T], plain: Mapping[str, Any], **made: Any) -> T:
+    """The value that ``_plain`` wrote; ``made`` are the fields that are no mappings. Raises ValueError."""
+    value: T = _reader(cls).validate_python({**plain, **made})  # type: ignore[arg-type]  # a class is hashable
+    return value
+
+
 # Groups ----------------------------------------------------------------------------------------------------------------
 
 
 def plain_group(group: Group) -> Plain:
+    """A group; of its task only the id, since the row is in the run's data."""
+    members = [plain_member(member) for member in group.members]
     return {
-        "issue": group.number,
-        "task": group.task.id,  # the row is in the run's data
-        "members": [plain_member(member) for member in group.members],
-        "mean": group.mean,
-        "std": group.std,
-        "replay_of": None if group.replay_of is None else _id(group.replay_of),
-    }
+        "issue": group.number, "task": group.task.id, "members": members, "mean": group.mean, "std": group.std,
+        "replay_of": _plain(group.replay_of),
+    }  # fmt: skip
 
 
 def group_from_plain(plain: Plain, own: Own, task: Callable[[str], Task]) -> Group:
+    """The group again; ``own`` keeps its payloads, ``task`` finds a row by its id."""
     replay_of = None if plain["replay_of"] is None else TrajectoryId(*plain["replay_of"])
     members = tuple(member_from_plain(member, own) for member in plain["members"])
     return Group(plain["issue"], task(plain["task"]), members, plain["mean"], plain["std"], replay_of)
 
 
 def plain_member(member: Member) -> Plain:
-    """Of one that left its group only the record is kept."""
-    id = member.summary.id
+    """A member; of one that left its group only the record."""
+    kept, id = member.kept, member.summary.id
     return {
-        "summary": _summary(member.summary),
+        "summary": _plain(member.summary),
         "outcome": _outcome(member.outcome),
-        "payload": None if member.payload is None or not member.kept else Held(id, member.payload),
+        "payload": HeldValue(id, member.payload) if kept and member.payload is not None else None,
         "advantage": member.advantage,
-        "reference": None if member.reference is None or not member.kept else Held(id, member.reference),
+        "reference": HeldValue(id, member.reference) if kept and member.reference is not None else None,
         "replayed": member.replayed,
         "fate": None if member.status is None else [str(member.status.state), member.status.reason],
     }
 
 
 def member_from_plain(plain: Plain, own: Own) -> Member:
-    payload, reference, status = plain["payload"], plain["reference"], plain["fate"]
+    """The member again."""
+    payload, reference, status, summary = plain["payload"], plain["reference"], plain["fate"], plain["summary"]
+    versions = {name: Version(*summary[name]) for name in ("first_version", "last_version")}
     return Member(
-        summary=_summary_from(plain["summary"]),
+        summary=_read(Summary, summary, id=TrajectoryId(*summary["id"]), **versions),
         outcome=_outcome_from(plain["outcome"]),
         payload=None if payload is None else own(trajectory_from_plain(payload)),
         advantage=plain["advantage"],
@@ -114,104 +135,40 @@ def member_from_plain(plain: Plain, own: Own) -> Member:
     )
 
 
-def _summary(summary: Summary) -> Plain:
-    return {
-        **asdict(summary),
-        "id": _id(summary.id),
-        "end_reason": str(summary.end_reason),
-        "first_version": _version(summary.first_version),
-        "last_version": _version(summary.last_version),
-    }
-
-
-def _summary_from(plain: Plain) -> Summary:
-    made = {
-        "id": TrajectoryId(*plain["id"]),
-        "end_reason": EndReason(plain["end_reason"]),
-        "first_version": Version(*plain["first_version"]),
-        "last_version": Version(*plain["last_version"]),
-        "sent": ImagesSent(**plain.get("sent", {})),  # older checkpoints lack it
-    }
-    return Summary(**{**plain, **made})
-
-
 def _outcome(outcome: Outcome) -> Plain:
+    plain = _plain(outcome)
     if isinstance(outcome, Unscored):
-        return {"unscored": str(outcome.kind), "reason": outcome.reason, "trace": outcome.trace}
-    components = {name: float(value) for name, value in outcome.components.items()}
-    return {"value": float(outcome.value), "components": components, "flags": list(outcome.flags), "trace": outcome.trace}
+        return {"unscored": plain.pop("kind"), **plain}
+    return {**plain, "value": float(outcome.value), "components": {name: float(v) for name, v in outcome.components.items()}}
 
 
 def _outcome_from(plain: Plain) -> Outcome:
-    if "unscored" in plain:
-        return Unscored(UnscoredKind(plain["unscored"]), plain["reason"], plain["trace"])
-    return Scored(plain["value"], plain["components"], tuple(plain["flags"]), plain["trace"])
+    if "unscored" not in plain:
+        return _read(Scored, plain)
+    rest = dict(plain)
+    return _read(Unscored, rest, kind=rest.pop("unscored"))
 
 
 # Trajectories ----------------------------------------------------------------------------------------------------------
 
 
 def plain_trajectory(trajectory: Trajectory) -> Plain:
-    return {
-        "id": _id(trajectory.id),
-        "attempt": trajectory.attempt,
-        "task_id": trajectory.task_id,
-        "seed": trajectory.seed,
-        "turns": [_turn(turn) for turn in trajectory.turns],
-        "sampling": {name: _listed(value) for name, value in asdict(trajectory.sampling).items()},
-        "end_reason": str(trajectory.end_reason),
-        "env_result": trajectory.env_result,
-        "image_bytes": dict(trajectory.image_bytes),
-    }
+    """A trajectory. A turn's ``token_ids`` are [N] int64 and its ``logprobs`` [N] float64, whatever the engine's types were."""
+    plain = _plain(trajectory)
+    for turn, of in zip(plain["turns"], trajectory.turns, strict=True):
+        turn["token_ids"] = np.array(of.token_ids, np.int64)
+        turn["logprobs"] = None if of.logprobs is None else np.array(of.logprobs, np.float64)
+    return plain
 
 
 def trajectory_from_plain(plain: Plain) -> Trajectory:
-    sampling: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in plain["sampling"].items()
-    }
-    made = {
-        "id": TrajectoryId(*plain["id"]),
-        "turns": tuple(_turn_from(turn) for turn in plain["turns"]),
-        "sampling": Sampling(**sampling),
-        "end_reason": EndReason(plain["end_reason"]),
-    }
-    return Trajectory(**{**plain, **made})
+    """The trajectory again."""
+    return _read(Trajectory, plain, id=TrajectoryId(*plain["id"]), turns=tuple(map(_turn, plain["turns"])))
 
 
-def _turn(turn: Turn) -> Plain:
-    """``token_ids`` [N] int64, ``logprobs`` [N] float64: the very numbers, whatever the engine's type was."""
-    return {
-        "role": turn.role,
-        "token_ids": np.array(turn.token_ids, np.int64),
-        "images": [{**asdict(image), "grid": list(image.grid)} for image in turn.images],
-        "logprobs": None if turn.logprobs is None else np.array(turn.logprobs, np.float64),
-        "version": None if turn.version is None else _version(turn.version),
-        "finish": None if turn.finish is None else str(turn.finish),
-        "restart": turn.restart,
-        "executed": turn.executed,
-    }
-
-
-def _turn_from(plain: Plain) -> Turn:
-    return Turn(
-        role=plain["role"],
-        token_ids=tuple(plain["token_ids"].tolist()),
-        images=tuple(ImageRef(**{**image, "grid": tuple(image["grid"])}) for image in plain["images"]),
-        logprobs=None if plain["logprobs"] is None else tuple(plain["logprobs"].tolist()),
-        version=None if plain["version"] is None else Version(*plain["version"]),
-        finish=None if plain["finish"] is None else FinishReason(plain["finish"]),
-        restart=plain.get("restart", False),
-        executed=plain.get("executed"),
-    )
-
-
-def _id(id: TrajectoryId) -> list[int]:
-    return [id.group, id.sample]
-
-
-def _version(version: Version) -> list[int]:
-    return [version.lineage, version.step]
-
-
-def _listed(value: Plain) -> Plain:
-    return list(value) if isinstance(value, tuple) else value
+def _turn(plain: Plain) -> Turn:
+    logprobs, version = plain["logprobs"], plain["version"]
+    return _read(
+        Turn, plain, token_ids=plain["token_ids"].tolist(), logprobs=None if logprobs is None else logprobs.tolist(),
+        version=None if version is None else Version(*version),
+    )  # fmt: skip

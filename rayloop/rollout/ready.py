@@ -112,7 +112,7 @@ class ReadyGroups:
     # The checkpoint ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Plain values, and ``Held`` ones for payloads."""
+        """Plain values, and ``HeldValue`` ones for payloads."""
         return {"groups": [plain_group(group) for group in self.groups], "dropped": dict(self.dropped)}
 
     def restore(self, state: Mapping[str, Any], own: Own, task: Callable[[str], Task]) -> None:

@@ -124,6 +124,7 @@ class GroupScheduler:
         return len(self.quarantined) >= len(self.dataset) and all(task.id in self.quarantined for task in self.dataset)
 
     def no_task(self) -> ConfigError:
+        """The error of a run whose tasks are all quarantined."""
         return ConfigError(
             f"data.train: every one of the {len(self.dataset)} tasks is quarantined; see quarantine.jsonl. If the rows are good "
             "and what they need was broken, repair it and run again with checkpoint.resume=runs/NAME/checkpoints/step_N"

@@ -82,7 +82,7 @@ class Reporter:
         record = self.folder.events.append(event, self._step if step is None else step)
         self.updates.append(("event", record))
         self._watch("events.jsonl", self.folder.events.trouble)
-        if isinstance(event, events.Checkpoint):
+        if isinstance(event, events.CheckpointEvent):
             self._took("save", event.seconds)
 
     def _took(self, what: str, seconds: float) -> None:
@@ -228,7 +228,7 @@ class Reporter:
     def close(self, step: int, ledger: Mapping[str, int]) -> dict[str, Any]:
         """The run's last word: what its held-out tasks have gained, and that it is finished."""
         self._gain(step)
-        self.event(events.Finished(dict(ledger)))
+        self.event(events.FinishedEvent(dict(ledger)))
         self.folder.close()
         return {"steps": step, "ledger": dict(ledger)}
 

@@ -10,11 +10,11 @@ import pytest
 
 from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.weight_sync import WeightSync
+from rayloop.cluster.supervision.quarantine import Blame
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Sampling, Task
 from rayloop.measure.controls import RIGHT, Item
-from rayloop.rollout.blame import Blame
 from rayloop.run.config import EnvironmentSettings
 from rayloop.run.held_out import Play
 from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, bad_data, broken, failed, hangs
@@ -167,7 +167,7 @@ def test_an_item_that_hung_in_one_evaluation_is_played_in_the_next(world: Make) 
 
     async def evaluations() -> list[list[Item]]:
         player = await made.player()
-        player.describe = no_records  # type: ignore[assignment]
+        player.rewards.describe = no_records  # type: ignore[assignment]
         asked = [Play(RIGHT, task, Sampling()) for task in list(made.rollouts.dataset)[:5]]
         keep = lambda item, images: kept.append(item)  # noqa: E731
         return [await play(asked, made.config, player, step, keep, lambda member: None) for step in (0, 1)]
@@ -189,7 +189,7 @@ def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(wo
 
     async def evaluated() -> list[Item]:
         player = await made.player()
-        player.describe = no_records  # type: ignore[assignment]
+        player.rewards.describe = no_records  # type: ignore[assignment]
         asked = [Play(RIGHT, Task(BAD, ()), Sampling())]
         return await play(asked, made.config, player, 0, lambda item, images: None, lambda member: None)
 
@@ -222,7 +222,7 @@ def test_groups_before_a_restore_are_not_those_after_it() -> None:
     blame = Blame(EnvironmentSettings(actors=2))
     for attempt in range(3):
         blame.begins(12, attempt)
-        blame.failed(12, BAD, attempt, attempt % 2, "step gave no answer", hung=True)
+        blame.failed(12, BAD, attempt, attempt % 2, failed(None, "step gave no answer", hung=True))
     blame.groups_failed["other"] = 1
     assert blame.hangs(12)
     blame.restore({BAD: 1})

@@ -17,7 +17,7 @@ from rayloop.actors.base import GROUPS
 from rayloop.actors.environment import EnvironmentActor
 from rayloop.actors.lease import Lease
 from rayloop.config.model import ModelSettings
-from rayloop.core.groups import RolloutFailed
+from rayloop.core.failures import Cause, Failure, Scope
 from rayloop.core.types import (
     Completion,
     FinishReason,
@@ -75,8 +75,8 @@ def test_a_hang_costs_its_episode_and_the_actors_end_leaves_nothing(digits_model
     well = ray.get([play("well") for _ in range(3)], timeout=60)
     assert all(isinstance(summary, Summary) for [summary] in well)
     [failure] = ray.get(sick, timeout=60)
-    assert isinstance(failure, RolloutFailed)
-    assert (failure.hung, failure.contained) == (True, True)
+    assert isinstance(failure, Failure)
+    assert (failure.cause is Cause.HUNG, failure.scope is Scope.EPISODE) == (True, True)
     assert isinstance(ray.get(play("well"), timeout=60)[0], Summary), "the same actor goes on"
 
     pid = int(ray.get(player.stacks.remote(), timeout=60).split()[1])

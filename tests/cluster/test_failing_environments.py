@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.supervision.pool import Pool
+from rayloop.cluster.supervision.quarantine import Blame
 from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
-from rayloop.rollout.blame import Blame
 from rayloop.run.config import EnvironmentSettings
 from rayloop.run.lifetime import RecoverySettings
 from tests.support.stand_ins import BAD, Behave, Handle, Houses, Make, World, broken, failed, hangs
@@ -180,7 +180,7 @@ def test_quarantine_needs_failures_on_two_actors(slots: tuple[int, int], condemn
     for group in range(4):
         for slot in slots:
             blame.begins(group, slot)
-            blame.failed(group, BAD, slot, slot, "reset raised FileNotFoundError: no browser", hung=False)
+            blame.failed(group, BAD, slot, slot, failed(None, "reset raised FileNotFoundError: no browser"))
         for slot in (0, 1):
             blame.succeeded(slot)
         reasons.append(blame.ended(group, BAD, failed=True))

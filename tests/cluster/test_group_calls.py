@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.loop.calls import MARGIN
+from rayloop.cluster.supervision.calls import MARGIN
 from rayloop.core.deadlines import WAITS
-from rayloop.core.groups import RolloutFailed, Scored, Unscored, UnscoredKind
+from rayloop.core.failures import Failure
+from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
 from rayloop.envs.episode import CLOSE_TIMEOUT
 from tests.support.stand_ins import BAD, Behave, Handle, Make, World, bad_data, failed
@@ -64,7 +65,7 @@ def test_a_group_is_one_call_or_as_many_as_were_asked_for(
 
 
 def test_a_member_that_failed_is_played_again_alone(world: Make) -> None:
-    def once(made: World, actor: Handle, request: RolloutRequest) -> RolloutFailed | None:
+    def once(made: World, actor: Handle, request: RolloutRequest) -> Failure | None:
         return failed(request, "crashed") if request.attempt == 0 else None
 
     made = world(unless(once), environment={"actors": 2})
@@ -76,7 +77,7 @@ def test_a_member_that_failed_is_played_again_alone(world: Make) -> None:
 
 
 def test_bad_data_that_one_member_meets_is_looked_at_elsewhere_by_that_member(world: Make) -> None:
-    def once(made: World, actor: Handle, request: RolloutRequest) -> RolloutFailed | None:
+    def once(made: World, actor: Handle, request: RolloutRequest) -> Failure | None:
         return bad_data(request, "truncated") if request.attempt == 0 else None
 
     made = world(unless(once), environment={"actors": 2})

@@ -120,7 +120,7 @@ class Player:
         self.together: list[list[str]] = []
         self.evaluation: Any = None
         self.blame = SimpleNamespace(forget=lambda group: None)
-        self.emit_bad_data = None
+        self.emit_bad_data, self.rewards = None, self
 
     def _member(self, request: RolloutRequest, of: int) -> Member:
         nothing = Version(0, 0)

@@ -268,7 +268,7 @@ from rayloop.launch.ray_variables import private_cluster
 
 with private_cluster() as temporary:
     import ray
-    from rayloop.cluster.roles.session import session
+    from rayloop.cluster.session import session
     from pathlib import Path
 
     @ray.remote

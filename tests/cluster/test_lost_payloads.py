@@ -23,9 +23,9 @@ from rayloop.actors.reference import ReferenceActor
 from rayloop.actors.reward import RewardActor
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.loop.payloads import capture
-from rayloop.cluster.loop.scoring import Scoring
-from rayloop.cluster.roles.policy_group import PolicyGroup
-from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.supervision.policy_group import PolicyGroup
+from rayloop.cluster.supervision.pool import Pool
+from rayloop.cluster.supervision.scoring import RewardCalls
 from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.groups import Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
@@ -156,7 +156,7 @@ def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_mo
         assert time.monotonic() - began < c.policy.step_timeout
         stage.rollouts.lose(lost)
         assert await stage.driver.hold(tuple(stage.rollouts.ready.groups)) == set()
-        return lost, dict(await policy.train())
+        return lost, (await policy.all(PolicyRank.train))[0]
 
     try:
         lost, report = asyncio.run(steps())
@@ -200,7 +200,7 @@ def test_a_group_is_scored_without_the_payloads_that_are_lost(tmp_path: Path, di
     async def score() -> tuple[list[Outcome], list[Outcome]]:
         pool = stage.driver.services.reward = Pool("reward", 1, spawn, c.recovery, stage.driver.reporter.event)
         await pool.start()
-        scoring = Scoring(c.reward, stage.driver.services, stage.driver.reporter.event)
+        scoring = RewardCalls(c.reward, stage.driver.services, stage.driver.reporter.event)
         payloads = [member.payload for member in group.members if member.payload]
         whole = await scoring.score(payloads, group.task, 1)
         stage.lose()

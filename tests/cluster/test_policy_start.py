@@ -12,7 +12,7 @@ import ray
 import torch
 
 from rayloop.actors.policy import PolicyRank, RankSettings
-from rayloop.cluster.roles.policy_group import PolicyGroup
+from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.failures import WorkerStartFailed
 from rayloop.engines.training.sharding import meeting_place
 from rayloop.run.config import RunConfig

@@ -20,8 +20,8 @@ from ray.util.placement_group import remove_placement_group
 from rayloop.actors.base import Actor
 from rayloop.actors.fates import cause
 from rayloop.actors.handles import create, submit
-from rayloop.cluster.roles.pool import Pool
 from rayloop.cluster.roles.services import reserve
+from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed
 from rayloop.launch.ray_variables import NICENESS, SUBREAPER, node_settings

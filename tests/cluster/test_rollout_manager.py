@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.evidence.staleness import VirtualLoop
+from rayloop.cluster.supervision.quarantine import Blame
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
@@ -61,7 +62,9 @@ class Loop:
     def __init__(self, folder: Path, play: Play, **changes: Any) -> None:
         self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
         self.ledger, self.reporter = Ledger(), Reporter()
-        self.rollouts = RolloutManager(self.config, self.ledger, training_rows(self.config, self.reporter), self.reporter)
+        self.rollouts = RolloutManager(
+            self.config, self.ledger, training_rows(self.config, self.reporter), self.reporter, Blame(self.config.environment)
+        )
         self.version = Version(1, 0)
         self.rollouts.synced(self.version)
         self.played: list[RolloutRequest] = []
@@ -583,13 +586,13 @@ def test_a_failure_that_a_replayed_success_displaces_is_noticed(tmp_path: Path, 
 
     loop = Loop(tmp_path, play, algorithm__replay={"kind": "corrected"})
     blamed: list[str] = []
-    ended = loop.rollouts.blame.ended
+    ended = loop.rollouts.finished.blame.ended
 
     def note(group: int, task: str, failed: bool) -> str:
         blamed.extend([task] * failed)
         return ended(group, task, failed)
 
-    monkeypatch.setattr(loop.rollouts.blame, "ended", note)
+    monkeypatch.setattr(loop.rollouts.finished.blame, "ended", note)
 
     async def test() -> None:
         while not loop.ledger.counts().get("replayed"):

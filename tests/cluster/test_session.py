@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.roles import session
+from rayloop.cluster import session
 from rayloop.core.failures import ConfigError, Preempted, StorageFailed
 from rayloop.launch.kept_logs import LOGS
 from rayloop.run import place

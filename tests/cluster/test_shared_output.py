@@ -10,8 +10,8 @@ import pytest
 
 from rayloop.actors.policy import PolicyRank
 from rayloop.cluster.roles import shared
-from rayloop.cluster.roles.policy_group import PolicyGroup
 from rayloop.cluster.roles.shared import check_shared
+from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import PolicySettings
 from tests.support.local import LocalActor

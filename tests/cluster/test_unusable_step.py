@@ -31,7 +31,7 @@ class EpisodeRunner:
     """Describes groups, which are numbers here."""
 
     def __init__(self, **fields: Any) -> None:
-        self.fields = fields
+        self.fields, self.rewards = fields, self
 
     async def describe(self, group: int) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         return [record(group, **self.fields)], {}

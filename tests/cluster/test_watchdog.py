@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rayloop.actors.base import Actor
-from rayloop.cluster.loop import watchdog
-from rayloop.cluster.loop.watchdog import watch
+from rayloop.cluster.supervision import watchdog
+from rayloop.cluster.supervision.watchdog import watch
 from rayloop.core.deadlines import WAITS, until_stopped, with_deadline
 from rayloop.core.failures import Preempted, Stalled, WorkerLost
 from rayloop.run.lifetime import RecoverySettings

@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 from rayloop.actors.environment import EnvironmentActor
 from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.loop.episode_runner import EpisodeRunner
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.cluster.loop.weight_sync import WeightSync
-from rayloop.cluster.roles.policy_group import PolicyGroup
-from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.policy_group import PolicyGroup
+from rayloop.cluster.supervision.pool import Pool
+from rayloop.cluster.supervision.quarantine import Blame
 from rayloop.core.failures import DataFailure, LogprobMismatch, WeightSyncError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
@@ -75,7 +76,7 @@ class Stage:
             weights=str(folder / "weights"),
         )
         self.weight_sync = WeightSync(c, self.services, self.reporter)
-        rollouts = RolloutManager(c, Ledger(), training_rows(c, self.reporter), self.reporter)
+        rollouts = RolloutManager(c, Ledger(), training_rows(c, self.reporter), self.reporter, Blame(c.environment))
         self.tasks = rollouts.scheduler.probe_tasks()
         self.player = EpisodeRunner(c, self.services, None, self.reporter.event, rollouts.quarantine)
 

@@ -10,7 +10,7 @@ from rayloop.run.records.plain_files import read, write
 
 
 def saved_and_read(state: Plain, folder: Path) -> Any:
-    """``state``, whose ``Held`` references are the values themselves."""
+    """``state``, whose ``HeldValue`` references are the values themselves."""
     files = folder / "state.json", folder / "state.safetensors"
     write(*files, filled(state, lambda payload: payload))
     return read(*files)

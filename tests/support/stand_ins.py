@@ -14,12 +14,13 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from rayloop.cluster.loop.episode_runner import EpisodeRunner
-from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.pool import Pool
+from rayloop.cluster.supervision.quarantine import Blame
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
-from rayloop.core.failures import DataFailure
-from rayloop.core.groups import Group, RolloutFailed, Scored, Unscored, UnscoredKind
+from rayloop.core.failures import Cause, DataFailure, Failure, Scope
+from rayloop.core.groups import Group, Scored, Unscored
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, RolloutRequest, Summary, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
@@ -70,15 +71,15 @@ async def _all(works: Iterable[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*works)
 
 
-def failed(request: RolloutRequest, why: str, **kind: bool) -> RolloutFailed:
+def failed(request: RolloutRequest | None, why: str, *, hung: bool = False, contained: bool = False, bug: bool = False) -> Failure:
     """The environment itself failed."""
-    outcome = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, why)
-    return RolloutFailed(request.id, request.attempt, outcome, own=True, **kind)
+    cause = Cause.HUNG if hung else Cause.BUG if bug else Cause.RAISED
+    return Failure(cause, Scope.PROCESS if hung and not contained else Scope.EPISODE, retryable=not bug, why=why)
 
 
-def bad_data(request: RolloutRequest, why: str, own: bool = True) -> RolloutFailed:
+def bad_data(request: RolloutRequest, why: str, own: bool = True) -> Failure:
     """A file could not be used, as the environment actor says (``own``), or an engine."""
-    return RolloutFailed(request.id, request.attempt, Unscored(UnscoredKind.BAD_DATA, why), path="/data/x.png", own=own)
+    return Failure(Cause.BAD_DATA, Scope.EPISODE if own else Scope.ENGINE, retryable=True, why=why, path="/data/x.png")
 
 
 class Houses:
@@ -125,7 +126,8 @@ class World:
         self.version = Version(1, 0)
         self.ledger = Ledger()
         reporter: Any = SimpleNamespace(event=self._emit, bad_row=self.bad.append)
-        self.rollouts = RolloutManager(self.config, self.ledger, training_rows(self.config, reporter), reporter)
+        self.blame = Blame(self.config.environment)
+        self.rollouts = RolloutManager(self.config, self.ledger, training_rows(self.config, reporter), reporter, self.blame)
         self.spawned: list[Handle] = []
         self.environment = self._pool("environment", self.config.environment.actors)
 
@@ -172,7 +174,7 @@ class World:
         for pool in (self.environment, rollout, reward):
             await pool.start()
         services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward)
-        return EpisodeRunner(self.config, services, None, self._emit, self.rollouts.quarantine, self.rollouts.blame)
+        return EpisodeRunner(self.config, services, None, self._emit, self.rollouts.quarantine, self.blame)
 
     async def _run(self, steps: int) -> None:
         player = await self.player()

@@ -18,8 +18,8 @@ from rayloop.actors.base import GROUPS
 from rayloop.actors.policy import PolicyRank
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.loop.weight_sync import WeightSync
-from rayloop.cluster.roles.policy_group import PolicyGroup
-from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.supervision.policy_group import PolicyGroup
+from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.events import Event
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version

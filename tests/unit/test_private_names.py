@@ -17,7 +17,7 @@ BINDINGS = ("ProcessGroupGloo", "ProcessGroupNCCL")
 
 ALLOWED: dict[str, set[str]] = {
     "actors/base.py": {"_current_frames"},  # of sys; documented, in spite of its name
-    "cluster/roles/session.py": {
+    "cluster/session.py": {
         "ray._private.accelerators",
         "ray._private.state",
         "ray._private.worker",

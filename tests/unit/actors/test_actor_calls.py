@@ -22,8 +22,8 @@ from rayloop.actors.policy import PolicyRank
 from rayloop.actors.reference import ReferenceActor
 from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.roles.policy_group import PolicyGroup
-from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.supervision.policy_group import PolicyGroup
+from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.groups import Outcome
 from rayloop.core.types import Ref
 from rayloop.core.types import Task, Trajectory, Version
@@ -56,14 +56,14 @@ def test_the_type_checker_refuses_wrong_calls(tmp_path: Path) -> None:
     said = mypy(
         tmp_path,
         f"{pool}.call(RewardActor.score, task, 3, resolved(payload))",
-        "await group._all(PolicyRank.export, Version(0, 0))",
+        "await group.all(PolicyRank.export, Version(0, 0))",
         f"{pool}.call(RewardActor.scores, task, 3, resolved(payload))",
         f"{pool}.call(RewardActor.score, 3, task, resolved(payload))",
         f"{pool}.call(RewardActor.score, task)",
         f"{pool}.call(RewardActor.score, task, 3, payload)",
         f"{pool}.call(RolloutActor.generate, resolved(payload), task, 3)",
         f'{pool}.call("score", task, 3, resolved(payload))',
-        "(await group._all(PolicyRank.perturb, 3), None)[1]",
+        "(await group.all(PolicyRank.perturb, 3), None)[1]",
         "await submit(rank, PolicyRank.load, 3)",
         "create(PolicyRank, {}, 3)",
     )
@@ -79,7 +79,7 @@ def test_the_type_checker_refuses_wrong_calls(tmp_path: Path) -> None:
         5: 'incompatible type "Ref[Trajectory]"; expected "Trajectory"',
         6: 'incompatible type "Callable[[RolloutActor, ',
         7: 'incompatible type "str"; expected "Callable[[RewardActor',
-        8: 'Argument 2 to "_all" of "PolicyGroup" has incompatible type "int"; expected "str"',
+        8: 'Argument 2 to "all" of "PolicyGroup" has incompatible type "int"; expected "str"',
         9: 'No overload variant of "submit" matches argument types',
         10: 'incompatible type "int"; expected "RankSettings"',
     }

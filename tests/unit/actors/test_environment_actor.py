@@ -17,8 +17,8 @@ from rayloop.actors.environment import EnvironmentActor
 from rayloop.actors.lease import Lease
 from rayloop.actors.lost import as_value
 from rayloop.config.model import ModelSettings
-from rayloop.core.failures import DataFailure, RolesExhausted, WorkerLost, WorkerSpent
-from rayloop.core.groups import RolloutFailed, UnscoredKind
+from rayloop.core.failures import Cause, DataFailure, Failure, RolesExhausted, Scope, WorkerLost, WorkerSpent
+from rayloop.core.groups import Unscored, UnscoredKind
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.threads import hanging
 from rayloop.core.types import (
@@ -118,7 +118,7 @@ def named(task: str, sample: int) -> RolloutRequest:
 
 EIGHT = [request(sample=sample) for sample in range(8)]
 
-Played = tuple[Summary | RolloutFailed, Trajectory | None]
+Played = tuple[Summary | Failure, Trajectory | None]
 
 
 def run(player: EnvironmentActor, engine: Engine, driver: Driver | None = None, asked: RolloutRequest | None = None) -> Played:
@@ -128,15 +128,15 @@ def run(player: EnvironmentActor, engine: Engine, driver: Driver | None = None, 
 
 def group(
     player: EnvironmentActor, asked: list[RolloutRequest], engine: Engine, driver: Driver | None = None
-) -> tuple[list[Summary | RolloutFailed], *tuple[Trajectory | None, ...]]:
+) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
     played = asyncio.run(player.play(asked, Lease(7, engine), driver or Driver()))
     assert player.health() == 0
     return played
 
 
-def failed(played: Played) -> RolloutFailed:
+def failed(played: Played) -> Failure:
     summary, trajectory = played
-    assert isinstance(summary, RolloutFailed)
+    assert isinstance(summary, Failure)
     assert trajectory is None
     return summary
 
@@ -184,8 +184,8 @@ def test_an_engine_that_does_not_answer_is_lost(text_folder: Path) -> None:
 
 def test_without_any_engine_left_the_episode_fails(text_folder: Path) -> None:
     failure = failed(run(actor(text_folder), Engine(raising(ActorDiedError()))))
-    assert failure.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE
-    assert "no engine is left" in failure.outcome.reason
+    assert Unscored.of(failure).kind is UnscoredKind.ENVIRONMENT_FAILURE
+    assert "no engine is left" in failure.why
 
 
 def test_the_first_attempt_is_decoded_with_its_cohort(text_folder: Path) -> None:
@@ -213,9 +213,9 @@ def test_a_failing_episode_leaves_its_cohort(text_folder: Path) -> None:
     engine = Engine()
     faulty = {"use": FAULTY, "with": {"step": {"t1": "raise"}}}
     failure = failed(run(actor(text_folder, faulty), engine, asked=request(cohort=4)))
-    assert failure.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE
-    assert "step fails for task t1" in failure.outcome.reason
-    assert not failure.hung
+    assert Unscored.of(failure).kind is UnscoredKind.ENVIRONMENT_FAILURE
+    assert "step fails for task t1" in failure.why
+    assert failure.cause is not Cause.HUNG
     assert engine.left == ["3"]
 
 
@@ -223,15 +223,15 @@ def test_a_failing_episode_leaves_its_cohort(text_folder: Path) -> None:
 def test_a_hung_environment_is_reported_as_such(text_folder: Path, where: str) -> None:
     faulty = {"use": FAULTY, "with": {where: {"t1": "hang"}, "hang": 1.0}}
     failure = failed(run(actor(text_folder, faulty, reset_timeout=0.1, step_timeout=0.1), Engine()))
-    assert failure.hung
-    assert failure.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE
+    assert failure.cause is Cause.HUNG
+    assert Unscored.of(failure).kind is UnscoredKind.ENVIRONMENT_FAILURE
 
 
 def test_whose_fault_a_failure_was_is_told(text_folder: Path) -> None:
     own = failed(run(actor(text_folder, {"use": FAULTY, "with": {"step": {"t1": "raise"}}}), Engine()))
-    assert (own.own, own.hung, own.bug) == (True, False, True)
+    assert (own.of_actor, own.cause is Cause.HUNG, own.cause is Cause.BUG) == (True, False, True)
     engine = failed(run(actor(text_folder), Engine(raising(ActorDiedError()))))
-    assert (engine.own, engine.hung, engine.bug) == (False, False, False)
+    assert (engine.of_actor, engine.cause is Cause.HUNG, engine.cause is Cause.BUG) == (False, False, False)
 
 
 def test_an_actor_with_too_many_hung_tools_asks_to_be_replaced(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,21 +252,21 @@ def test_bad_data_comes_with_its_path(vision_folder: Path, wrapped: bool, tmp_pa
     else:
         task = Task("t1", (Message("user", (ImageSource(path=path),)),))
         failure = failed(run(actor(vision_folder), Engine(), asked=request(task)))
-    assert (failure.outcome.kind, failure.path, failure.own) == (UnscoredKind.BAD_DATA, path, not wrapped)
-    assert failure.outcome.reason == ("gone" if wrapped else "cannot be read: No such file or directory")
+    assert (Unscored.of(failure).kind, failure.path, failure.of_actor) == (UnscoredKind.BAD_DATA, path, not wrapped)
+    assert failure.why == ("gone" if wrapped else "cannot be read: No such file or directory")
 
 
 def test_an_over_long_prompt_is_reported_with_its_size(text_folder: Path) -> None:
     failure = failed(run(actor(text_folder, max_prompt_tokens=3), Engine()))
-    assert failure.outcome.kind is UnscoredKind.OVER_LONG_PROMPT
-    assert "the limit is 3 (environment.episode.max_prompt_tokens)" in failure.outcome.reason
+    assert Unscored.of(failure).kind is UnscoredKind.OVER_LONG_PROMPT
+    assert "the limit is 3 (environment.episode.max_prompt_tokens)" in failure.why
 
 
 def test_an_engines_own_error_is_not_retried_here(text_folder: Path) -> None:
     driver = Driver(Engine())
     failure = failed(run(actor(text_folder), Engine(raising(ValueError("bad request"))), driver))
-    assert failure.outcome.kind is UnscoredKind.ENVIRONMENT_FAILURE
-    assert "bad request" in failure.outcome.reason
+    assert Unscored.of(failure).kind is UnscoredKind.ENVIRONMENT_FAILURE
+    assert "bad request" in failure.why
     assert driver.asked == []
 
 
@@ -294,8 +294,8 @@ def test_many_episodes_run_at_once(text_folder: Path) -> None:
 def test_a_member_that_fails_is_a_value_beside_the_others(text_folder: Path) -> None:
     faulty = {"use": FAULTY, "with": {"step": {"sick": "raise"}}}
     summaries, *trajectories = group(actor(text_folder, faulty), [named("well", 0), named("sick", 1), named("well", 2)], Engine())
-    assert [type(summary) for summary in summaries] == [Summary, RolloutFailed, Summary]
-    assert [summary.id.sample for summary in summaries] == [0, 1, 2]
+    assert [type(summary) for summary in summaries] == [Summary, Failure, Summary]
+    assert [summary.id.sample for summary in summaries if isinstance(summary, Summary)] == [0, 2]
     assert [trajectory and trajectory.id.sample for trajectory in trajectories] == [0, None, 2]
 
 
@@ -331,9 +331,9 @@ def test_a_member_beyond_the_deadline_of_an_episode_does_not_take_the_others_ans
     well, slow = group(player, [named("well", 0), named("slow", 1)], Engine())[0]
     assert time.monotonic() - began < 30
     assert isinstance(well, Summary)
-    assert isinstance(slow, RolloutFailed)
-    assert (slow.own, slow.hung, slow.contained) == (True, True, isolation == "process")
-    assert slow.outcome.reason == "the episode did not end within 6 s"
+    assert isinstance(slow, Failure)
+    assert (slow.of_actor, slow.cause is Cause.HUNG, slow.scope is Scope.EPISODE) == (True, True, isolation == "process")
+    assert Unscored.of(slow).reason == "the episode did not end within 6 s"
 
 
 # The first prompt of a group --------------------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def test_a_failure_to_render_reaches_all_who_show_the_same(text_folder: Path) ->
     counted = Counted(player, error=DataFailure("/x.png", "gone"))
     summaries = group(player, EIGHT, Engine())[0]
     assert counted.count == 1
-    assert [(one.outcome.kind, one.path, one.own) for one in summaries if isinstance(one, RolloutFailed)] == [
+    assert [(Unscored.of(one).kind, one.path, one.of_actor) for one in summaries if isinstance(one, Failure)] == [
         (UnscoredKind.BAD_DATA, "/x.png", True)
     ] * 8
 
@@ -387,7 +387,7 @@ def test_who_waits_for_the_same_prompt_waits_its_own_time(text_folder: Path) -> 
     before = hanging()
     summaries = group(player, EIGHT, Engine())[0]
     assert hanging() == before + 1
-    assert ["no answer within 0.1 s" in one.outcome.reason for one in summaries if isinstance(one, RolloutFailed)] == [True] * 8
+    assert ["no answer within 0.1 s" in one.why for one in summaries if isinstance(one, Failure)] == [True] * 8
 
 
 def test_what_is_immediate_is_played_without_a_thread_of_its_own(text_folder: Path) -> None:
@@ -398,8 +398,8 @@ def test_what_is_immediate_is_played_without_a_thread_of_its_own(text_folder: Pa
 
 def test_a_coroutine_of_what_is_immediate_is_a_bug_of_the_environment(text_folder: Path) -> None:
     failure = failed(run(actor(text_folder, {"use": f"{ENVIRONMENTS}:ImmediateCoroutines"}), Engine()))
-    assert (failure.own, failure.bug) == (True, True)
-    assert "reset is a coroutine: ImmediateCoroutines must not say `immediate = True`" in failure.outcome.reason
+    assert (failure.of_actor, failure.cause is Cause.BUG) == (True, True)
+    assert "reset is a coroutine: ImmediateCoroutines must not say `immediate = True`" in failure.why
 
 
 # The first turn of a group ---------------------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def test_who_sees_something_else_asks_alone_and_who_fails_before_is_not_waited_f
     other = request(Task("other", (Message("user", ("Something else.",)),)), sample=4)
     asked = [named("well", 0), named("sick", 1), named("well", 2), named("well", 3), other]
     summaries = group(actor(text_folder, faulty, max_turns=1), asked, engine)[0]
-    assert [type(summary) for summary in summaries] == [Summary, RolloutFailed, Summary, Summary, Summary]
+    assert [type(summary) for summary in summaries] == [Summary, Failure, Summary, Summary, Summary]
     assert sorted(map(len, engine.together)) == [1, 3]
     assert time.monotonic() - began < 20
 
@@ -469,9 +469,9 @@ def test_an_engine_that_dies_with_the_request_of_a_group_costs_each_its_turn(tex
 def test_a_sample_that_fails_costs_the_others_nothing(text_folder: Path) -> None:
     engine = Engine(raising(DataFailure("/x.png", "gone"), at=3))
     summaries = group(single_turn(text_folder), EIGHT, engine)[0]
-    [failure] = [summary for summary in summaries if isinstance(summary, RolloutFailed)]
+    [failure] = [summary for summary in summaries if isinstance(summary, Failure)]
     assert len(summaries) == 8
-    assert (failure.outcome.kind, failure.path, failure.own) == (UnscoredKind.BAD_DATA, "/x.png", False)
+    assert (Unscored.of(failure).kind, failure.path, failure.of_actor) == (UnscoredKind.BAD_DATA, "/x.png", False)
 
 
 def test_a_group_that_is_decoded_as_one_batch_arrives_as_one(text_folder: Path) -> None:
@@ -518,7 +518,7 @@ def test_a_broken_environment_of_its_own_process_costs_its_episode_only(text_fol
     async def wait(number: int) -> None:
         await gate.wait()
 
-    async def all_of_them() -> tuple[Played, list[Summary | RolloutFailed]]:
+    async def all_of_them() -> tuple[Played, list[Summary | Failure]]:
         slow, quick = Lease(7, Engine(wait)), Lease(8, Engine())
         neighbours = asyncio.create_task(player.play([request(sample=n) for n in range(2)], slow, Driver()))
         await asyncio.sleep(0.1)
@@ -529,7 +529,9 @@ def test_a_broken_environment_of_its_own_process_costs_its_episode_only(text_fol
 
     sick, neighbours = asyncio.run(all_of_them())
     failure = failed(sick)
-    assert (failure.own, failure.hung, failure.contained, failure.bug) == (True, fault == "hang", fault == "hang", False)
+    assert (failure.of_actor, failure.cause is Cause.HUNG, failure.scope is Scope.PROCESS, failure.cause is Cause.BUG) == (
+        True, fault == "hang", False, False,
+    )  # fmt: skip
     assert all(isinstance(summary, Summary) for summary in neighbours)
     assert player.health() == 0
 
@@ -548,5 +550,5 @@ def test_a_task_is_played_in_the_kind_that_it_names(text_folder: Path) -> None:
         results.append(trajectory.env_result)
     assert results == [5.0, 0.25, None]
     failure = failed(run(player, Engine(), asked=request(Task("t", (), environment="desk"))))
-    assert failure.outcome.kind is UnscoredKind.BAD_DATA
-    assert "environment.kinds has no 'desk'" in failure.outcome.reason
+    assert Unscored.of(failure).kind is UnscoredKind.BAD_DATA
+    assert "environment.kinds has no 'desk'" in failure.why

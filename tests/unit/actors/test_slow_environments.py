@@ -15,7 +15,8 @@ from rayloop.actors.environment import EnvironmentActor
 from rayloop.actors.lease import Lease
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import SettingsModel
-from rayloop.core.groups import RolloutFailed, UnscoredKind
+from rayloop.core.failures import Cause, Failure
+from rayloop.core.groups import Unscored, UnscoredKind
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import (
     Completion,
@@ -110,7 +111,7 @@ def requests(count: int, environment: str = "", attempt: int = 0, **extra: Any) 
     return [RolloutRequest(task, TrajectoryId(1, n), attempt, n, Sampling(max_tokens=4)) for n in range(count)]
 
 
-async def played(made: EnvironmentActor, asked: list[RolloutRequest], engine: Engine) -> list[Summary | RolloutFailed]:
+async def played(made: EnvironmentActor, asked: list[RolloutRequest], engine: Engine) -> list[Summary | Failure]:
     results, *_ = await made.play(asked, Lease(1, engine), None)  # type: ignore[arg-type]
     return list(results)
 
@@ -118,7 +119,7 @@ async def played(made: EnvironmentActor, asked: list[RolloutRequest], engine: En
 def test_no_member_of_a_group_waits_for_another_between_turns() -> None:
     """Three of four have their three turns while the fourth is still in its first step."""
 
-    async def run() -> tuple[int, list[Summary | RolloutFailed]]:
+    async def run() -> tuple[int, list[Summary | Failure]]:
         engine = Engine()
         playing = asyncio.create_task(played(actor({"use": f"{HERE}:Waits", "with": {"hold": True}}), requests(4), engine))
         until = time.monotonic() + 15
@@ -136,7 +137,7 @@ def test_no_member_of_a_group_waits_for_another_between_turns() -> None:
 def test_no_more_episodes_are_played_at_once_than_were_allowed() -> None:
     """One of four is held in its first step: only one of the others may be played beside it."""
 
-    async def run(at_once: int) -> tuple[int, list[Summary | RolloutFailed]]:
+    async def run(at_once: int) -> tuple[int, list[Summary | Failure]]:
         engine = Engine()
         held = actor({"use": f"{HERE}:Waits", "with": {"hold": True}}, at_once=at_once)
         playing = asyncio.create_task(played(held, requests(4), engine))
@@ -151,21 +152,21 @@ def test_no_more_episodes_are_played_at_once_than_were_allowed() -> None:
 
 
 def test_a_reset_that_fails_eight_times_is_never_a_reward_and_the_ninth_is_an_episode() -> None:
-    async def run() -> list[Summary | RolloutFailed]:
+    async def run() -> list[Summary | Failure]:
         made, engine = actor({"use": f"{HERE}:Waits"}), Engine()
         return [(await played(made, requests(1, attempt=n, failures=8), engine))[0] for n in range(9)]
 
     *failed, last = asyncio.run(run())
     for number, one in enumerate(failed, 1):
-        assert isinstance(one, RolloutFailed)
-        assert (one.outcome.kind, one.own, one.bug) == (UnscoredKind.ENVIRONMENT_FAILURE, True, False)
-        assert f"attempt {number}: the machine is not there" in one.outcome.reason
+        assert isinstance(one, Failure)
+        assert (Unscored.of(one).kind, one.of_actor, one.cause is Cause.BUG) == (UnscoredKind.ENVIRONMENT_FAILURE, True, False)
+        assert f"attempt {number}: the machine is not there" in one.why
     assert isinstance(last, Summary)
     assert last.env_result == 1.0
 
 
 def test_three_kinds_are_played_in_one_actor_each_with_its_own_result() -> None:
-    async def run() -> list[list[Summary | RolloutFailed]]:
+    async def run() -> list[list[Summary | Failure]]:
         kinds = {"counts": {"use": f"{HERE}:Counts"}, "talk": {"use": "rayloop.envs.single_turn:SingleTurn"}}
         made, engine = actor({"use": f"{HERE}:Waits"}, kinds), Engine()
         return list(await asyncio.gather(*(played(made, requests(2, kind), engine) for kind in ("", "counts", "talk"))))
@@ -176,7 +177,7 @@ def test_three_kinds_are_played_in_one_actor_each_with_its_own_result() -> None:
 
 
 def test_a_step_that_hangs_is_the_environments_failure_and_the_others_end() -> None:
-    async def run() -> tuple[float, list[Summary | RolloutFailed]]:
+    async def run() -> tuple[float, list[Summary | Failure]]:
         began = time.monotonic()
         made = actor({"use": f"{HERE}:Waits", "with": {"hold": True}}, step_timeout=0.5)
         results = await played(made, requests(4), Engine())
@@ -184,7 +185,7 @@ def test_a_step_that_hangs_is_the_environments_failure_and_the_others_end() -> N
         return time.monotonic() - began, results
 
     seconds, results = asyncio.run(run())
-    hung = [one for one in results if isinstance(one, RolloutFailed)]
-    assert [(one.hung, one.outcome.kind) for one in hung] == [(True, UnscoredKind.ENVIRONMENT_FAILURE)]
+    hung = [one for one in results if isinstance(one, Failure)]
+    assert [(one.cause is Cause.HUNG, Unscored.of(one).kind) for one in hung] == [(True, UnscoredKind.ENVIRONMENT_FAILURE)]
     assert len(results) - len(hung) == 3
     assert seconds < 10

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ray import exceptions
 
-from rayloop.cluster.loop.ending import SUSPECT, ended
 from rayloop.cluster.loop.loggers import open_logger
+from rayloop.cluster.supervision.restart import SUSPECT, ended
 from rayloop.core import failures
 from rayloop.core.failures import (
     AGAIN,

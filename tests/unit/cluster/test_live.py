@@ -31,9 +31,9 @@ def folder(tmp_path: Path) -> RunFolder:
         (events.Starting({"rollout": 2, "policy": 1}), 0),
         (events.Started(1.0), 0),
         (events.Begin(1, None, 0, None), 0),
-        (events.Checkpoint("step_000010", 0.1), 10),
+        (events.CheckpointEvent("step_000010", 0.1), 10),
         (events.Trained({}), 12),
-        (incidents.WorkerLost("rollout", 1, why="its node\x1b[31m died"), 12),
+        (incidents.WorkerLostEvent("rollout", 1, why="its node\x1b[31m died"), 12),
     ):
         made.events.append(event, step)
     return made
@@ -101,7 +101,7 @@ folder = RunFolder.at(sys.argv[1])
 def end(*_):
     if sys.argv[2] == "deaf":
         return
-    folder.events.append(events.Preempted({}) if sys.argv[2] == "saves" else events.Failed("NotSaved", "full disk", {}), 12)
+    folder.events.append(events.PreemptedEvent({}) if sys.argv[2] == "saves" else events.Failed("NotSaved", "full disk", {}), 12)
     sys.exit(0)
 with folder.acquired():
     signal.signal(signal.SIGTERM, end)

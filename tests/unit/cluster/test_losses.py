@@ -10,8 +10,8 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
-from rayloop.cluster.roles.policy_group import PolicyGroup
-from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.supervision.policy_group import PolicyGroup
+from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.failures import PolicyLost, RolesExhausted
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings

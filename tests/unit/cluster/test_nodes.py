@@ -11,10 +11,10 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rayloop.actors.policy import PolicyRank
-from rayloop.cluster.roles import nodes as module
-from rayloop.cluster.roles.nodes import Nodes
-from rayloop.cluster.roles.policy_group import PolicyGroup
-from rayloop.cluster.roles.pool import Pool
+from rayloop.cluster.supervision import nodes as module
+from rayloop.cluster.supervision.nodes import Nodes
+from rayloop.cluster.supervision.policy_group import PolicyGroup
+from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.events import Event
 from rayloop.core.failures import PolicyLost
 from rayloop.run.config import PolicySettings
@@ -105,7 +105,7 @@ def loading(site: Site, error: type[Exception] | None = None) -> Any:
 
 def left(pool: Pool[Any]) -> float:
     now = asyncio.get_running_loop().time()
-    return sum(budget.left(now) for budget in pool._losses._budgets)
+    return sum(budget.left(now) for budget in pool.budget._budgets)
 
 
 def test_a_lost_node_is_told_once_and_costs_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray import exceptions
 
-from rayloop.cluster.roles.pool import ATTEMPTS, Pool
+from rayloop.cluster.supervision.pool import ATTEMPTS, Pool
 from rayloop.core.failures import RayloopError, WorkerStartFailed
 from rayloop.core.incidents import ReplacementFailed
 from rayloop.run.lifetime import RecoverySettings

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.loop.saving import Saving, Step
+from rayloop.cluster.loop.saving import SavedStep, Saving
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, PolicyLost
 from rayloop.core.types import Version
@@ -66,7 +66,7 @@ class Run:
         async def state() -> dict[str, int]:
             return dict(self.state)
 
-        await self.saving.save(Step(Version(1, step), state, {}, best=False, last=last), self.ranks)
+        await self.saving.save(SavedStep(Version(1, step), state, {}, best=False, last=last), self.ranks)
         self.ranks.weights, self.state["step"] = -1, -1  # training goes on
 
     def on_disk(self) -> list[tuple[int, int, str]]:

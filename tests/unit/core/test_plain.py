@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rayloop.cluster.supervision.quarantine import Blame
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, DataFailure
 from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
@@ -162,7 +163,7 @@ OF_THE_PROCESS = {
 
 def rollouts(folder: Path) -> RolloutManager:
     config = RunConfig.model_validate(settings(folder, folder, algorithm__replay={"kind": "corrected"}))
-    return RolloutManager(config, Ledger(), training_rows(config, Told()), Told())
+    return RolloutManager(config, Ledger(), training_rows(config, Told()), Told(), Blame(config.environment))
 
 
 def full(made: RolloutManager) -> None:
@@ -190,13 +191,13 @@ def full(made: RolloutManager) -> None:
     made.finished.acceptance.observe(3, 16)
     made.alarms.graded = True
     made.alarms.collapse.first["response_length/mean"] = [38.0, 20.0]
-    made.blame.groups_failed["train-9"] = 2
+    made.finished.blame.groups_failed["train-9"] = 2
 
 
 def parts(made: RolloutManager) -> dict[str, Any]:
     finished = made.finished
     found = (made, made.scheduler, made.scheduler.cursor, made.ready, finished, finished.buffer, finished.acceptance,
-             made.alarms, made.alarms.collapse, made.blame, made.ledger)  # fmt: skip
+             made.alarms, made.alarms.collapse, made.finished.blame, made.ledger)  # fmt: skip
     return {type(part).__name__: part for part in found}
 
 

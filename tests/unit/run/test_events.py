@@ -101,8 +101,8 @@ def test_what_is_written_fits_and_reads_back(tmp_path: Path) -> None:
 
 def test_the_reporter_dates_events_and_keeps_bad_rows_out_of_the_file(tmp_path: Path) -> None:
     reporter = Reporter(RunConfig.model_validate(settings(tmp_path, tmp_path)), tmp_path, open_logger)
-    reporter.event(incidents.Warning("seldom meant"))
-    reporter.event(events.Checkpoint("step_000002", 0.1), 2)
+    reporter.event(incidents.WarningEvent("seldom meant"))
+    reporter.event(events.CheckpointEvent("step_000002", 0.1), 2)
     reporter.bad_row(DataFailure("a.jsonl:3", "bad"))
     assert [record["step"] for record in reporter.folder.events] == [0, 2]
     assert validate(reporter.folder.events) == ()
@@ -131,7 +131,7 @@ def test_a_grace_that_an_update_and_a_checkpoint_outlast_is_told_once(tmp_path: 
         for number, seconds in enumerate(updates):
             reporter.step(number, {}, Collected(()), {}, {"update_actor": seconds}, {})
         for number, seconds in enumerate(saves):
-            reporter.event(events.Checkpoint(f"step_{number}", seconds))
+            reporter.event(events.CheckpointEvent(f"step_{number}", seconds))
         assert validate(reporter.folder.events) == ()
         return [record for record in reporter.folder.events if record["event"] == "grace_too_short"]
 
@@ -145,7 +145,7 @@ def test_what_the_storage_refuses_is_told_once_until_it_is_well(tmp_path: Path) 
     """A run goes on without it: a replacement that is told, for one, is still started."""
     folder = tmp_path / "away"
     reporter = Reporter(RunConfig.model_validate(settings(tmp_path, tmp_path)), folder, open_logger)
-    reporter.event(incidents.WorkerLost("reward", 1, why="it died"))
+    reporter.event(incidents.WorkerLostEvent("reward", 1, why="it died"))
     reporter.event(incidents.WorkerReplaced("reward", 1, seconds=1.0))
     assert [record.get("file", record["event"]) for _, record in reporter.updates] == [
         "worker_lost", "events.jsonl", "worker_replaced",

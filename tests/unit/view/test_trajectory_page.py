@@ -59,7 +59,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
             bounds = {"val/reward/low": reward - 0.1, "val/reward/high": reward + 0.1}
             run.events.append(events.Evaluated({"val/reward/mean": reward, **bounds, "val_sampled/reward/mean": 0.05}), step)
         run.events.append(events.Begin(2, "step_000001", 0, None), 1)
-        run.events.append(incidents.WorkerLost("rollout", 1, NASTY), 1)
+        run.events.append(incidents.WorkerLostEvent("rollout", 1, NASTY), 1)
         for step in (1, 2, 3):
             record = {
                 "step": step, "reward/mean": 0.2 * step, "actor/loss": None if step == 2 else 0.1, "actor/kl": 0.01 * step,
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         run.events.append(events.Controls(5, arms, {}, gain, looks=True, unscored=0), 3)
         pair = {"tasks": 12, "before": 0.05, "after": 0.45, "gain": [0.4, 0.3, 0.5]}
         run.events.append(events.Gain(0, {"sampled": pair}), 3)
-        run.events.append(events.Finished({"issued": 10, "trained": 8, "filtered[all_wrong]": 2}), 3)
+        run.events.append(events.FinishedEvent({"issued": 10, "trained": 8, "filtered[all_wrong]": 2}), 3)
         yield run
 
 

@@ -41,7 +41,7 @@ def begun(*more: Event) -> list[tuple[Event, int | None]]:
 
 
 def test_a_lost_actor_is_out_of_service_until_its_replacement_serves(folder: RunFolder) -> None:
-    lost = begun(incidents.WorkerLost("rollout", 2, why="killed"), incidents.ReplacementFailed("rollout", 2, why="no"))
+    lost = begun(incidents.WorkerLostEvent("rollout", 2, why="killed"), incidents.ReplacementFailed("rollout", 2, why="no"))
     found = told(folder, *lost).metrics()
     assert (found["recovery/in_service/rollout"], found["recovery/wanted/rollout"], found["recovery/lost/rollout"]) == (2, 3, 1)
     assert found["recovery/in_service/environment"] == 2
@@ -52,7 +52,7 @@ def test_a_lost_actor_is_out_of_service_until_its_replacement_serves(folder: Run
 def test_actors_on_a_lost_node_are_out_of_service_for_a_unit_of_each_budget(folder: RunFolder) -> None:
     """One of them was told before the node, and is not in its ``workers``."""
     gone = incidents.NodeLost("host-a", "a", {"rollout": 3, "environment": 1, "policy": 2}, {"rollout": [1, 3], "environment": [2]})
-    found = told(folder, *begun(incidents.WorkerLost("rollout", 2, why="gone"), gone)).metrics()
+    found = told(folder, *begun(incidents.WorkerLostEvent("rollout", 2, why="gone"), gone)).metrics()
     assert [found[f"recovery/in_service/{role}"] for role in ACTORS] == [0, 1, 2], "the policy tells by itself"
     assert [found[f"recovery/lost/{role}"] for role in ACTORS] == [3, 1, 0]
     assert [found[f"recovery/budget_left/{role}"] for role in ACTORS] == [4 * 3 - 2, 4 * 2 - 1, 2]
@@ -61,7 +61,7 @@ def test_actors_on_a_lost_node_are_out_of_service_for_a_unit_of_each_budget(fold
 
 
 def test_budgets_are_of_the_last_hour_and_of_all_slots_of_a_role(folder: RunFolder) -> None:
-    losses = [incidents.WorkerLost("rollout", n, why="killed") for n in (1, 2)]
+    losses = [incidents.WorkerLostEvent("rollout", n, why="killed") for n in (1, 2)]
     vitals = told(folder, *begun(*losses, incidents.ReplacementFailed("rollout", 1, why="no")))
     assert vitals.metrics()["recovery/budget_left/rollout"] == 4 * 3 - 3
     assert vitals.metrics()["recovery/budget_left/environment"] == 4 * 2
@@ -69,14 +69,14 @@ def test_budgets_are_of_the_last_hour_and_of_all_slots_of_a_role(folder: RunFold
 
 
 def test_the_ranks_of_the_policy_are_lost_and_rebuilt_together(folder: RunFolder) -> None:
-    lost = told(folder, *begun(incidents.PolicyLost(why="a rank died"))).metrics()
+    lost = told(folder, *begun(incidents.PolicyLostEvent(why="a rank died"))).metrics()
     assert (lost["recovery/in_service/policy"], lost["recovery/lost/policy"], lost["recovery/budget_left/policy"]) == (0, 1, 1)
     rebuilt = told(folder, (incidents.PolicyRebuilt(seconds=2.0), 0)).metrics()
     assert rebuilt["recovery/in_service/policy"] == 2
 
 
 def test_a_lost_driver_takes_all_actors_along(folder: RunFolder) -> None:
-    vitals = told(folder, *begun(incidents.WorkerLost("rollout", 1, why="x"), incidents.DriverLost(0, why="killed")))
+    vitals = told(folder, *begun(incidents.WorkerLostEvent("rollout", 1, why="x"), incidents.DriverLostEvent(0, why="killed")))
     found = vitals.metrics()
     assert {found[f"recovery/in_service/{role}"] for role in ACTORS} == {0}
     assert (found["recovery/lost/driver"], found["recovery/budget_left/driver"]) == (1, 0)
@@ -89,9 +89,9 @@ def test_checkpoints_and_progress_have_an_age(folder: RunFolder) -> None:
     vitals = told(folder, *begun())
     assert "recovery/checkpoint_age" not in vitals.metrics()
     folder.events.append(events.Trained({}), 7)
-    folder.events.append(events.Checkpoint("step_000007", 0.1), 7)
+    folder.events.append(events.CheckpointEvent("step_000007", 0.1), 7)
     folder.events.append(events.Trained({}), 9)
-    folder.events.append(incidents.Warning(why="odd"), 9)
+    folder.events.append(incidents.WarningEvent(why="odd"), 9)
     vitals.update()
     found = vitals.metrics(time.time() + 60)
     assert (vitals.step, found["recovery/steps_since_checkpoint"], found["recovery/checkpoint_every"]) == (9, 2, 5)
@@ -106,7 +106,7 @@ def test_a_restore_goes_back_to_its_checkpoint(folder: RunFolder) -> None:
 
 
 def test_the_end_of_a_run_is_no_service(folder: RunFolder) -> None:
-    vitals = told(folder, *begun(), (events.Finished({}), 3))
+    vitals = told(folder, *begun(), (events.FinishedEvent({}), 3))
     assert vitals.end is not None
     assert vitals.metrics()["recovery/in_service/rollout"] == 0
 
@@ -122,9 +122,9 @@ def test_the_lock_tells_when_its_holder_last_gave_a_sign(folder: RunFolder) -> N
 
 
 def test_every_figure_is_in_the_table_of_metrics(folder: RunFolder) -> None:
-    folder.events.append(events.Checkpoint("step_000001", 0.1), 1)
+    folder.events.append(events.CheckpointEvent("step_000001", 0.1), 1)
     with folder.acquired():
-        found = told(folder, *begun(), (events.Checkpoint("step_000001", 0.1), 1)).metrics()
+        found = told(folder, *begun(), (events.CheckpointEvent("step_000001", 0.1), 1)).metrics()
     assert validate(found) == ()
     assert {"recovery/lock_age", "recovery/progress_age", "recovery/checkpoint_age"} <= found.keys()
 
@@ -132,7 +132,7 @@ def test_every_figure_is_in_the_table_of_metrics(folder: RunFolder) -> None:
 def test_what_is_appended_is_read_once_and_a_torn_line_later(folder: RunFolder) -> None:
     vitals = told(folder, *begun())
     whole = (folder.path / "events.jsonl").read_bytes()
-    folder.events.append(incidents.WorkerLost("rollout", 1, why="x"), 0)
+    folder.events.append(incidents.WorkerLostEvent("rollout", 1, why="x"), 0)
     folder.events.close()
     line = (folder.path / "events.jsonl").read_bytes()[len(whole) :]
     (folder.path / "events.jsonl").write_bytes(whole + line[:20])

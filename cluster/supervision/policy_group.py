@@ -11,16 +11,13 @@ import ray
 from rayloop.actors.fates import FailureFate, cause, fate, is_lost
 from rayloop.actors.handles import Handle, submit, submit_pair
 from rayloop.actors.lost import brief
-from rayloop.actors.policy import Assignment, LogprobGap, PolicyRank
-from rayloop.cluster.roles.nodes import Nodes
+from rayloop.actors.policy import LogprobGap, PolicyRank, assignments
+from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
 from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, WorkerLost
-from rayloop.core.groups import Group, Member
+from rayloop.core.groups import Group
 from rayloop.core.protocols import Checksums
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
-from rayloop.grpo.balance import MemberLength, shares
-from rayloop.grpo.minibatches import mini_batches
-from rayloop.grpo.staleness import lag
 from rayloop.launch.budget import Budget
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
@@ -77,10 +74,6 @@ class PolicyGroup:
         assert meeting is not None, "the first rank opens the place where all meet"
         await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
 
-    async def hosts(self) -> list[str]:
-        """The machine of each rank."""
-        return await self._all(PolicyRank.host)
-
     async def afford(self, lost: PolicyLost) -> None:
         """Wait until half of ``recovery.replacements`` allows to replace the ranks once more. Raises ``lost`` when that is further
         away than ``recovery.start_timeout``."""
@@ -131,8 +124,8 @@ class PolicyGroup:
                 raise
             raise PolicyLost(self._why) from None
 
-    async def _all(self, method: Callable[Concatenate[PolicyRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call a method on all ranks with the same arguments."""
+    async def all(self, method: Callable[Concatenate[PolicyRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Call a method on all ranks with the same arguments. Returns the answers by rank; raises PolicyLost."""
         return await self._answers(method.__name__, [submit(rank, method, *args, **kwargs) for rank in self.ranks])
 
     async def _answers(self, method: str, refs: Sequence[Ref[R]], deadline: float | None = None) -> list[R]:
@@ -168,34 +161,14 @@ class PolicyGroup:
     async def fetch(
         self, groups: Sequence[Group], *, seed: int, version: Version, treat_as_on_policy: bool, nominal: int
     ) -> set[TrajectoryId]:
-        """Let each rank fetch its share of a training step on the kept members of the groups, before any begins one.
+        """Let each rank fetch its share (``assignments``) of a training step, before any begins one. Returns the trajectories that
+        are lost with the node that held them; unless there are none, the step must be fetched again without them."""
 
-        Mini-batches are cut at group boundaries and shuffled by seed and step; within one, whole groups are spread over the
-        ranks (``shares``). ``nominal`` is the number of trajectories of a full step. Returns the trajectories that are lost
-        with the node that held them; unless there are none, the step must be fetched again without them.
-        """
-
-        def assignment(member: Member) -> Assignment:
-            assert member.advantage is not None
-            assert member.payload is not None
-            return Assignment(
-                member.summary.id, member.payload, member.advantage, member.reference,
-                on_policy=member.replayed and treat_as_on_policy, lag=lag(member.summary.first_version, version),
-            )  # fmt: skip
-
-        plan: list[list[list[Assignment]]] = [[] for _ in self.ranks]
-        sizes = [len(group.kept) for group in groups]
-        for update in mini_batches(sizes, self.settings.update, seed, version.step, nominal):
-            kept = [groups[index].kept for index in update]
-            lengths = [[MemberLength.of(member.summary) for member in members] for members in kept]
-            for rank, share in enumerate(shares(lengths, len(self.ranks))):
-                plan[rank].append([assignment(kept[group][member]) for group, member in share])
+        plan = assignments(
+            groups, len(self.ranks), self.settings.update, seed, version, nominal, treat_as_on_policy=treat_as_on_policy
+        )
         refs = [submit(rank, PolicyRank.fetch, share) for rank, share in zip(self.ranks, plan, strict=True)]
         return {id for lost in await self._answers("fetch", refs) for id in lost}
-
-    async def train(self) -> dict[str, float]:
-        """One training step on what was fetched last. Returns the trainer's metrics."""
-        return (await self._all(PolicyRank.train))[0]
 
     async def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> LogprobGap:
         """The sampling engine's log-probs against the trainer's, over all sampled tokens of the trajectories.
@@ -209,11 +182,7 @@ class PolicyGroup:
         rows = [row for part in await self._answers("compare", refs) for row in part]
         if not rows:
             raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
-        tokens, image_tokens = (sum(row[name] for row in rows) for name in ("tokens", "image_tokens"))
-        return LogprobGap(
-            int(tokens), sum(row["sum"] for row in rows) / max(1, tokens), max(row["max"] for row in rows),
-            sum(row["images"] > 0 for row in rows), sum(row["swapped"] for row in rows) / max(1, image_tokens),
-        )  # fmt: skip
+        return LogprobGap.of(rows)
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
         """Gather the weights. The weight update's source is a *reference*, owned by the driver."""
@@ -227,36 +196,20 @@ class PolicyGroup:
         first: list[Ref[R]] = [submit(rank, PolicyRank.ask, method.__name__, *args, **kwargs) for rank in self.ranks[:1]]
         return (await self._answers(method.__name__, first))[0]
 
-    async def parameter_groups(self) -> list[str]:
-        """The names of what ``perturb`` can change, the same on all ranks."""
-        return (await self._all(PolicyRank.parameter_groups))[0]
-
-    async def perturb(self, group: str) -> None:
-        """Visibly change one parameter group, until ``restore_parameters``."""
-        await self._all(PolicyRank.perturb, group)
-
-    async def restore_parameters(self) -> None:
-        """Undo ``perturb``, bit for bit."""
-        await self._all(PolicyRank.restore_parameters)
-
-    async def shares(self, probe: str, within: float) -> list[str | None]:
-        """Let each rank leave a sign in the folder ``probe``: None, or its machine where that is not seen in so many seconds."""
-        return await self._all(PolicyRank.shares, probe, within)
-
     async def save(self, folder: str) -> Checksums:
         """Write the trainer's state into a folder that all ranks see. Returns name -> sum of all that they have written."""
-        return {name: sum for files in await self._all(PolicyRank.save, folder) for name, sum in files.items()}
+        return {name: sum for files in await self.all(PolicyRank.save, folder) for name, sum in files.items()}
 
     async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
         """The same while training goes on, from ``copied`` being set."""
-        await self._all(PolicyRank.begin_save, folder)
+        await self.all(PolicyRank.begin_save, folder)
         copied.set()
-        written = await self._all(PolicyRank.finish_save, self.settings.step_timeout)
+        written = await self.all(PolicyRank.finish_save, self.settings.step_timeout)
         return {name: sum for files in written for name, sum in files.items()}
 
     async def load(self, folder: str, sums: Checksums) -> None:
         """Take over what ``save`` wrote; ``sums`` is what it returned, as far as that is known. Raises Damaged."""
-        await self._all(PolicyRank.load, folder, sums)
+        await self.all(PolicyRank.load, folder, sums)
 
     def stop(self) -> None:
         """End all ranks."""

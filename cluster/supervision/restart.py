@@ -1,4 +1,4 @@
-"""How a run ends before its last step: saved if it can be, on record, typed, with what a resume starts from."""
+"""How a run ends before its last step: saved if possible, recorded, typed, with the step that a resume starts from."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Run(Protocol):
 
 
 async def ended(run: Run, error: Exception) -> RayloopError:
-    """What is raised when the run ends by ``error``, told and, if there is anything to save and the policy lives, saved.
+    """Record the end of a run by ``error``, and save it if there is anything to save and the policy lives. Returns what to raise.
 
     After a stop that is Preempted only when a resume will start from this very step, otherwise NotSaved; what else fails while
     a run stops is not why it ended, unless it is one of ``SUSPECT``, after which nothing is saved. Else it is the error, typed,
@@ -78,7 +78,7 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     if stopped and not isinstance(end, Preempted):
         logger.warning("while the run stopped", exc_info=error)
     if stopped and run.version.lineage == 0:
-        return _told(run, run.origin.stopped(run.reporter.folder.last_step), error)
+        return _recorded(run, run.origin.stopped(run.reporter.folder.last_step), error)
     why = await _save(run, end) if stopped or run.step > run.begun else ""
     saved = run.on_disk()
     if stopped:
@@ -90,7 +90,7 @@ async def ended(run: Run, error: Exception) -> RayloopError:
             end.add_note("its traceback is in events.jsonl")
         said = f"step {run.step} is saved; " if saved else f"step {run.step} is not saved: {why}; " if why else ""
         end.add_note(said + run.origin.again())
-    return _told(run, end, error)
+    return _recorded(run, end, error)
 
 
 async def _save(run: Run, end: RayloopError) -> str:
@@ -121,11 +121,11 @@ def _unfit(run: Run, end: RayloopError) -> str:
     return ""
 
 
-def _told(run: Run, end: RayloopError, error: Exception) -> RayloopError:
+def _recorded(run: Run, end: RayloopError, error: Exception) -> RayloopError:
     """On record. A disk on which nothing can be written does not hide why the run ends."""
     with suppress(OSError):
         if isinstance(end, Preempted):
-            run.reporter.event(events.Preempted(run.ledger.counts()))
+            run.reporter.event(events.PreemptedEvent(run.ledger.counts()))
         else:
             trace = "".join(traceback.format_exception(error)) if isinstance(end, Unforeseen | MachineFailed) else ""
             run.reporter.failed(end, run.ledger.counts(), trace)

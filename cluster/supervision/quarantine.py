@@ -1,4 +1,4 @@
-"""Whose fault failing episodes are: the task's, the environment actor's, or nobody's that can be told.
+"""Whose fault failing episodes are: the task's, the environment actor's, or nobody's.
 
 - The task's: two different actors (on two nodes, where they are on several) saw it fail, while other episodes went well or on
   actors where nothing else fails. It is quarantined when that happened in ``TASK_FAILURES`` groups with no good group between, or
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rayloop.core.failures import Cause, Failure, Scope
 from rayloop.run.config import EnvironmentSettings
 
 TASK_FAILURES = 2
@@ -62,18 +63,20 @@ class Blame:
         self._services.setdefault(worker, _Service(self._successes))
 
     def succeeded(self, worker: int) -> None:
+        """An episode went well on the process ``worker``."""
         self._successes += 1
         service = self._services.setdefault(worker, _Service(self._successes))
         service.served = True
         service.failing.clear()
 
-    def failed(self, group: int, task: str, worker: int, place: int | str, why: str, *, hung: bool, contained: bool = False) -> str:
+    def failed(self, group: int, task: str, worker: int, place: int | str, failure: Failure) -> str:
         """An episode's environment failed at ``place``: the node or the slot of its actor. Returns why that actor is to be
         replaced, or "" when it is not to blame."""
         place, found = place if self._settings.actors > 1 else worker, self._groups[group]
         found.places.add(place)
         found.workers.add(worker)
-        if hung:
+        if failure.cause is Cause.HUNG:
+            contained = failure.scope is not Scope.PROCESS
             alone = contained and self._settings.actors == 1  # in another process each time
             found.hung.append(-1 - len(found.hung) if alone else place)
             if not contained:
@@ -82,7 +85,11 @@ class Blame:
         service.failing.add(task)
         if len(service.failing) < ACTOR_FAILURES or self._successes == service.began:
             return ""
-        return f"episodes of {len(service.failing)} different tasks failed on it one after the other, last: {why}"
+        return f"episodes of {len(service.failing)} different tasks failed on it one after the other, last: {failure.why}"
+
+    def clear(self) -> None:
+        """Forget in how many groups tasks failed."""
+        self.groups_failed.clear()
 
     def state(self) -> dict[str, int]:
         """For the checkpoint: plain values. Which processes serve, and which groups they play, is of this run only."""

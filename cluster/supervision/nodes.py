@@ -1,4 +1,4 @@
-"""The nodes that a run's actors are on: one is lost once, with all on it; one on which actors fail again and again is avoided."""
+"""The nodes of a run's actors: a node is lost once, with all actors on it; one on which actors fail again and again is avoided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ray
 
 from rayloop.actors.base import Actor
 from rayloop.actors.handles import Handle, submit
-from rayloop.cluster.roles.session import room
+from rayloop.cluster.session import room
 from rayloop.core import incidents
 from rayloop.core.deadlines import bounded, with_deadline
 from rayloop.core.events import Emit
@@ -35,7 +35,7 @@ AVOIDED = 1200.0
 
 Evict = Callable[[str, str], Sequence[int] | None]
 """Takes all actors on a node out of service: its id, and why. They are gone, and need not be ended. Returns the serial numbers of a
-pool's workers; the policy has none, and tells of its loss by itself."""
+pool's workers; the policy has none, and records its own loss."""
 
 
 class Nodes:
@@ -53,7 +53,7 @@ class Nodes:
         self._looking = asyncio.Lock()
 
     def add(self, resident: Evict, role: str = "policy") -> None:
-        """Whoever has actors of a role on nodes. The policy comes first: what it loses decides what the others wait for."""
+        """Add an owner of actors on nodes. The policy comes first: what it loses decides what the others wait for."""
         self._residents.append((role, resident))
 
     async def locate(self, handle: Handle[Any], role: str) -> str:
@@ -81,8 +81,8 @@ class Nodes:
             await asyncio.sleep(PERIOD)
 
     async def lost(self, node: str) -> bool:
-        """Whether the node of an actor that was lost is gone. The cluster learns that some seconds later than who calls the actor;
-        until then what is started anew would be sent to that very node."""
+        """Whether the node of a lost actor is gone. The cluster learns that some seconds later than the caller of the actor; until
+        then a new actor would be sent to that very node."""
         now = asyncio.get_running_loop().time
         until = now() + DOUBT
         while node in self._there and now() < until:
@@ -93,7 +93,7 @@ class Nodes:
         return node in self._gone
 
     def charge(self, node: str) -> bool:
-        """Whether who asks is the first of those that were on this lost node: all of them together cost one unit of a budget."""
+        """Whether the caller is the first that was on this lost node: all of them together cost one unit of a budget."""
         first = node in self._unpaid
         self._unpaid.discard(node)
         return first
@@ -103,7 +103,7 @@ class Nodes:
             late = WorkerLost("the head does not answer")
             try:
                 rows = await bounded(ANSWER, asyncio.to_thread(self._read), late)
-            except Exception as error:  # the head itself is away: who needs it finds out
+            except Exception as error:  # the head itself is away: the next call of it fails
                 logger.warning("the cluster's nodes cannot be asked for: %r", error)
                 return
             self._rows = {row["NodeID"]: row for row in rows}

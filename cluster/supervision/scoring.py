@@ -1,4 +1,4 @@
-"""Scoring on the reward pool: what a reward actor's loss, a lost payload or a deadline is, it is never a number."""
+"""RewardCalls on the reward pool: what a reward actor's loss, a lost payload or a deadline is, it is never a number."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rayloop.actors.fates import object_lost
 from rayloop.actors.handles import resolved
 from rayloop.actors.lost import brief
 from rayloop.actors.reward import RewardActor
-from rayloop.cluster.roles.pool import ATTEMPTS
-from rayloop.cluster.roles.services import Services
+from rayloop.cluster.supervision.pool import ATTEMPTS
+from rayloop.cluster.supervision.pools import Pools
 from rayloop.core import incidents
 from rayloop.core.events import Emit
 from rayloop.core.failures import WorkerLost
@@ -21,10 +21,10 @@ from rayloop.rewards.settings import RewardSettings
 from rayloop.run.folder import RolloutRecord
 
 
-class Scoring:
+class RewardCalls:
     """One call scores what was played together. One that is made again elsewhere may score twice, which costs nothing but time."""
 
-    def __init__(self, settings: RewardSettings, services: Services, emit: Emit) -> None:
+    def __init__(self, settings: RewardSettings, services: Pools, emit: Emit) -> None:
         self._settings, self._services, self._emit = settings, services, emit
 
     async def score(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rayloop.actors.base import Actor, dump
 from rayloop.actors.handles import Handle, submit
 from rayloop.core import incidents
-from rayloop.core.deadlines import WAITS, Wait
+from rayloop.core.deadlines import WAITS, Awaited
 from rayloop.core.events import Emit
 from rayloop.core.failures import Stalled
 from rayloop.run.lifetime import RecoverySettings
@@ -52,7 +52,7 @@ async def watch(
             raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
         file = folder / f"stall-{number}.txt"
         written = _written(file, await _stacks(waiting))
-        emit(incidents.Stalled(phase(), round(quiet, 1), awaited=named, stacks=written))
+        emit(incidents.StalledEvent(phase(), round(quiet, 1), awaited=named, stacks=written))
         due = 2 * due
 
 
@@ -103,11 +103,11 @@ def _written(file: Path, stacks: str) -> str:
     return f"{file.parent.name}/{file.name}"
 
 
-def _worded(wait: Wait) -> str:
+def _worded(wait: Awaited) -> str:
     return f"{wait.what} for {time.monotonic() - wait.since:.0f} s"
 
 
-async def _stacks(waiting: list[Wait]) -> str:
+async def _stacks(waiting: list[Awaited]) -> str:
     actors = {wait.actor: wait.what for wait in waiting if wait.actor is not None}
     found = await asyncio.gather(*(_ask(actor) for actor in actors))
     parts = [f"=== awaited: {what} ===\n{text}" for what, text in zip(actors.values(), found, strict=True)]

@@ -1,4 +1,4 @@
-"""What a role may still lose: a budget for each slot, and the minimum below which the run ends when nobody comes back in time."""
+"""How often a role may replace its actors: a budget for each slot, and the minimum below which the run ends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class Losses:
-    """Of the ``size`` slots of a role: which have no actor, which are about to get one, and what that may still cost."""
+class ReplacementBudget:
+    """The ``size`` slots of a role: which have no actor, which are about to get one, and what that may still cost."""
 
     def __init__(self, role: str, size: int, settings: RecoverySettings) -> None:
         self.role, self.size, self.settings = role, size, settings

@@ -13,44 +13,55 @@ from typing import Any, TypeVar
 
 from rayloop.actors.handles import Handle
 from rayloop.actors.lease import Lease, LeasesEngines
-from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.loop.calls import Answer, Avoid, Played, RolloutCalls
-from rayloop.cluster.loop.scoring import Scoring
-from rayloop.cluster.roles.services import Services
+from rayloop.cluster.supervision.calls import Attempted, Avoid, Played, RolloutCalls
+from rayloop.cluster.supervision.pools import Pools
+from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.scoring import RewardCalls
 from rayloop.core import incidents
 from rayloop.core.events import Emit
-from rayloop.core.groups import Group, Member, RolloutFailed, Unscored, UnscoredKind
+from rayloop.core.failures import Cause, Failure, Scope
+from rayloop.core.groups import Member, Unscored
 from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, Version
-from rayloop.rollout.blame import Blame
 from rayloop.rollout.concurrency import ConcurrencyLimit
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import RolloutRecord
 
 T = TypeVar("T")
 Begins = Callable[[RolloutRequest], None]
 BadData = Callable[[Task, str, str], None]
-"""What is told of a task, the file at fault and the reason."""
+"""Gets a task, the file at fault and the reason."""
 SPARED = 10
 """Times that an episode is played again because its actor was ended on account of another one, before it is given up."""
 
 
+NEVER = Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why="never played")
+
+
 @dataclass
 class _Episode:
-    """An episode until it is ``over``: it was played, or ``failed`` for good. ``attempt``: the number of the next one; ``paid``:
-    those that it has to answer for; ``doubted``: who said that its data is bad, and what."""
+    """An episode until it is ``over``: it was played, or its last ``failure`` stands. ``attempt``: the number of the next one;
+    ``paid``: the attempts charged to it; ``doubted``: the actors that found its data bad, and their failures."""
 
     request: RolloutRequest
-    failed: RolloutFailed
+    failure: Failure = NEVER
     played: Played | None = None
     over: bool = False
     attempt: int = 0
     paid: int = 0
     avoid: Avoid = field(default_factory=Avoid)
-    doubted: list[tuple[Lease[Any], RolloutFailed]] = field(default_factory=list)
+    doubted: list[tuple[Lease[Any], Failure]] = field(default_factory=list)
 
     def next(self) -> RolloutRequest:
-        """Of the next attempt: it keeps sample index and seed."""
+        """The request of the next attempt, with the same sample index and seed."""
         return dataclasses.replace(self.request, attempt=self.attempt)
+
+    def no_summary(self) -> Summary:
+        """The summary of an episode that was not played."""
+        nothing, task = Version(0, 0), self.request.task
+        return Summary(
+            self.request.id, max(self.attempt - 1, 0), task.id, task.source, EndReason.ENVIRONMENT_FAILURE,
+            length=0, sampled_tokens=0, turns=0, images=0, observation_images=0, images_consistent=True,
+            first_version=nothing, last_version=nothing,
+        )  # fmt: skip
 
 
 class EpisodeRunner:
@@ -59,7 +70,7 @@ class EpisodeRunner:
     def __init__(
         self,
         config: RunConfig,
-        services: Services,
+        services: Pools,
         driver: Handle[LeasesEngines],
         emit: Emit,
         on_bad_data: BadData | None = None,
@@ -74,10 +85,11 @@ class EpisodeRunner:
         self.admission = ConcurrencyLimit()
         self._emit, self._bad_data = emit, on_bad_data or self.emit_bad_data
         self.blame = blame or Blame(config.environment)
-        self._calls = RolloutCalls(services, driver, config.environment.episode_timeout, self.blame)
-        self._scoring = Scoring(config.reward, services, emit)
+        self.calls = RolloutCalls(services, driver, config.environment.episode_timeout, self.blame)
+        self.rewards = RewardCalls(config.reward, services, emit)
 
     def metrics(self) -> dict[str, float]:
+        """Episodes played again so far, and what the engines have to do."""
         return {"rollout/reissued": float(self.reissued), **self.admission.metrics}
 
     def emit_bad_data(self, task: Task, path: str, reason: str) -> None:
@@ -101,14 +113,14 @@ class EpisodeRunner:
     async def _play(self, asked: Sequence[RolloutRequest], step: int, begins: Begins, bad_data: BadData | None) -> list[Member]:
         self.playing += len(asked)
         try:
-            played = await self.episodes(asked, begins, bad_data)
-            payloads = [one[1] for one in played if not isinstance(one, RolloutFailed)]
-            outcomes = iter(await self._scoring.score(payloads, asked[0].task, step) if payloads else ())
+            episodes = await self._until_over(asked, begins, bad_data)
+            payloads = [episode.played[1] for episode in episodes if episode.played]
+            outcomes = iter(await self.rewards.score(payloads, asked[0].task, step) if payloads else ())
             return [
-                Member(_no_summary(request, one), one.outcome)
-                if isinstance(one, RolloutFailed)
-                else Member(one[0], next(outcomes), one[1])
-                for request, one in zip(asked, played, strict=True)
+                Member(episode.played[0], next(outcomes), episode.played[1])
+                if episode.played
+                else Member(episode.no_summary(), Unscored.of(episode.failure))
+                for episode in episodes
             ]
         finally:
             self.playing -= len(asked)
@@ -120,12 +132,13 @@ class EpisodeRunner:
 
     # Attempts ------------------------------------------------------------------------------------------------------
 
-    async def episodes(
-        self, asked: Sequence[RolloutRequest], begins: Begins = lambda request: None, bad_data: BadData | None = None
-    ) -> list[RolloutFailed | Played]:
-        """What becomes of episodes of one group: played, if need be again elsewhere while infrastructure fails."""
-        never = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, "never played")
-        episodes = [_Episode(request, RolloutFailed(request.id, 0, never)) for request in asked]
+    async def episodes(self, asked: Sequence[RolloutRequest]) -> list[Failure | Played]:
+        """What becomes of episodes of one group that nobody scores."""
+        return [episode.played or episode.failure for episode in await self._until_over(asked, lambda request: None, None)]
+
+    async def _until_over(self, asked: Sequence[RolloutRequest], begins: Begins, bad_data: BadData | None) -> list[_Episode]:
+        """Play episodes of one group, if need be again elsewhere while infrastructure fails."""
+        episodes = [_Episode(request) for request in asked]
 
         async def together(part: Sequence[_Episode]) -> None:
             lost = await self._attempt(part, begins, bad_data)
@@ -141,87 +154,68 @@ class EpisodeRunner:
                 await self._attempt([episode], begins, bad_data)
 
         await asyncio.gather(*map(together, self._parts(episodes)))
-        return [episode.played or episode.failed for episode in episodes]
+        return episodes
 
     async def _attempt(self, episodes: Sequence[_Episode], begins: Begins, bad_data: BadData | None) -> bool:
         """Play these once more, in one call. Returns whether they were lost with their actor."""
         if hangs := self.blame.hangs(episodes[0].request.id.group):
-            given_up = Unscored(UnscoredKind.ENVIRONMENT_FAILURE, hangs)
             for episode in episodes:
-                episode.failed, episode.over = dataclasses.replace(episode.failed, outcome=given_up), True
+                episode.failure, episode.over = Failure(Cause.HUNG, Scope.EPISODE, retryable=False, why=hangs), True
             return False
         self.reissued += sum(episode.attempt > 0 for episode in episodes)
         async with self.admission.room(len(episodes)):
             for episode in episodes:
                 begins(episode.request)
-            answer = await self._calls.play([episode.next() for episode in episodes], episodes[0].avoid)
+            answer = await self.calls.play([episode.next() for episode in episodes], episodes[0].avoid)
         for episode, result in zip(episodes, answer.results, strict=True):
             episode.attempt += 1
-            if isinstance(result, RolloutFailed):
+            if isinstance(result, Failure):
                 shared = answer.lost and len(episodes) > 1
-                self._failed(episode, result, answer, shared, bad_data or self._bad_data)
+                self._decide(episode, result, answer, shared, bad_data or self._bad_data)
             else:
                 self._refuted(episode)
                 episode.played, episode.over = result, True
         return answer.lost
 
-    def _failed(self, episode: _Episode, failed: RolloutFailed, answer: Answer, shared: bool, emit: BadData) -> None:
+    def _decide(self, episode: _Episode, failure: Failure, answer: Attempted, shared: bool, report: BadData) -> None:
         """Decide whether an episode is played again. Its attempts are limited by ``environment.attempts``.
 
-        It does not pay for one that was ended on account of another episode, or lost with an actor that any of its call may have
-        ended (``shared``). The same bug on a second actor is not tried a third time. Bad data is what two actors say, on
-        two nodes if there are; what one alone says is held against that actor when another one plays the task.
+        An attempt is not charged when the actor was ended because of another episode, or may have been ended by another episode
+        of the same call (``shared``). The same bug on a second actor is not tried a third time. Data is bad when two actors say
+        so, on two nodes if there are; what one alone says is held against that actor when another one plays the task.
         """
-        before, episode.failed, why = episode.failed, failed, failed.outcome.reason
-        if bad := failed.outcome.kind is UnscoredKind.BAD_DATA:
-            episode.doubted.append((answer.environment if failed.own else answer.engine, failed))
+        before, episode.failure = episode.failure, failure
+        if bad := failure.cause is Cause.BAD_DATA:
+            episode.doubted.append((answer.environment if failure.of_actor else answer.engine, failure))
             if self._confirmed(episode.doubted):
-                emit(episode.request.task, failed.path, why)
+                report(episode.request.task, failure.path, failure.why)
                 episode.over = True
                 return
             episode.avoid.engines.add(answer.engine.slot)
-        elif failed.outcome.kind is not UnscoredKind.ENVIRONMENT_FAILURE:
+        elif failure.cause is Cause.OVER_LONG:
             episode.over = True
             return
-        self._emit(incidents.EpisodeFailed(str(episode.request.id), failed.attempt, why=why))
+        self._emit(incidents.EpisodeFailed(str(episode.request.id), episode.attempt - 1, why=failure.why))
         episode.avoid.environments.add(answer.environment.slot)
-        spared = not failed.own and answer.environment.worker in self.services.environment.ended
-        episode.paid += bad or not (spared or shared)
+        episode.paid += bad or not (shared or failure.scope is Scope.BYSTANDER)
         attempts = self.config.environment.attempts
         episode.over = (
             episode.paid >= (max(attempts, 2) if bad else attempts)
-            or (failed.bug and why == before.outcome.reason)
+            or (not failure.retryable and failure.why == before.why)
             or episode.attempt >= attempts + SPARED
         )
 
-    def _confirmed(self, doubted: Sequence[tuple[Lease[Any], RolloutFailed]]) -> bool:
+    def _confirmed(self, doubted: Sequence[tuple[Lease[Any], Failure]]) -> bool:
         """Whether as many actors found the data bad as can be asked, up to two; on two nodes, where those roles are on several."""
-        pools = {own: self.services.environment if own else self.services.rollout for own in {f.own for _, f in doubted}}
+        services = self.services
+        pools = {own: services.environment if own else services.rollout for own in {f.of_actor for _, f in doubted}}
         if len({node for pool in pools.values() for node in pool.homes}) > 1:
             return len({lease.node for lease, _ in doubted}) > 1
-        by = {(failed.own, lease.slot) for lease, failed in doubted}
-        return len(by) >= min(2, pools[doubted[-1][1].own].size)
+        by = {(failure.of_actor, lease.slot) for lease, failure in doubted}
+        return len(by) >= min(2, pools[doubted[-1][1].of_actor].size)
 
     def _refuted(self, episode: _Episode) -> None:
         """Another actor played a task whose data these found bad. Engines have their misses in the pool."""
-        for lease, failed in episode.doubted:
-            if failed.own:
-                self._calls.environment_failed(episode.request, lease, failed)
-
-    async def replace_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
-        """A request of an episode failed on engine ``lost``: take it out of service, lease another for the episode."""
-        return await self._calls.replace_engine(episode, lost, why)
-
-    async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
-        """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
-        return await self._scoring.describe(group)
-
-
-def _no_summary(request: RolloutRequest, failed: RolloutFailed) -> Summary:
-    """The summary of an episode that produced nothing."""
-    nothing = Version(0, 0)
-    return Summary(
-        request.id, failed.attempt, request.task.id, request.task.source, EndReason.ENVIRONMENT_FAILURE,
-        length=0, sampled_tokens=0, turns=0, images=0, observation_images=0, images_consistent=True,
-        first_version=nothing, last_version=nothing,
-    )  # fmt: skip
+        for lease, failure in episode.doubted:
+            if failure.of_actor:
+                self.calls.environment_failed(episode.request, lease, failure)

@@ -8,8 +8,9 @@ replaced does no harm. Ray's ``max_restarts`` would only rerun ``__init__``; her
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
@@ -19,9 +20,8 @@ from rayloop.actors.fates import cause, is_lost
 from rayloop.actors.handles import Handle, submit, submit_split
 from rayloop.actors.lease import Lease
 from rayloop.actors.lost import brief, is_spent, last_line
-from rayloop.cluster.roles.losses import Losses, now
-from rayloop.cluster.roles.nodes import Nodes
-from rayloop.cluster.roles.worker import Worker
+from rayloop.cluster.supervision.budget import ReplacementBudget, now
+from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
@@ -47,6 +47,21 @@ ATTEMPTS = 3
 started at first."""
 
 
+@dataclass
+class Worker(Generic[A]):
+    """An actor in service. ``misses``: failures since its last success, also of those that had its slot before; ``leased``: the
+    number of its last lease; ``node``: Ray's id of the node that it is on."""
+
+    serial: int
+    slot: int
+    handle: Handle[A]
+    leases: int = 0
+    misses: int = 0
+    leased: int = 0
+    node: str = ""
+    affinities: Counter[str] = field(default_factory=Counter)
+
+
 class Pool(Generic[A]):
     """Workers of one role, actors of class ``A``.
 
@@ -70,7 +85,7 @@ class Pool(Generic[A]):
         self.replaced = 0
         self.ended: set[int] = set()
         """Serial numbers of those whose process was ended here, for what one of their calls did: the others bear no blame."""
-        self._losses = Losses(role, size, settings)
+        self.budget = ReplacementBudget(role, size, settings)
         self._misses: dict[int, int] = {}
         self._homes: dict[int, str] = {}
         self._leases = 0
@@ -124,7 +139,7 @@ class Pool(Generic[A]):
             raise
         self.workers[worker.serial] = worker
         self._homes[worker.slot] = worker.node
-        self._losses.served(worker.slot)
+        self.budget.served(worker.slot)
         self._changed.set()
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
@@ -193,21 +208,21 @@ class Pool(Generic[A]):
         self._end(serial, why, charged)
 
     def _evict(self, node: str, why: str) -> list[int]:
-        """The same for all that were on a node that is lost, of which somebody else tells. Returns their serial numbers."""
+        """The same for all workers on a lost node, which the event ``node_lost`` records. Returns their serial numbers."""
         gone = [serial for serial, worker in self.workers.items() if worker.node == node]
         for serial in gone:
-            self._end(serial, why, charged=False, told=True)
+            self._end(serial, why, charged=False, recorded=True)
         return gone
 
-    def _end(self, serial: int, why: object, charged: bool, told: bool = False) -> None:
+    def _end(self, serial: int, why: object, charged: bool, recorded: bool = False) -> None:
         worker = self.workers.pop(serial, None)
         if worker is None:
             return
         self._misses[worker.slot] = worker.misses
         ray.kill(worker.handle)
-        self._losses.lost(worker.slot, why)
-        if not told:
-            self._emit(incidents.WorkerLost(self.role, serial, str(why), self._where(worker)))
+        self.budget.lost(worker.slot, why)
+        if not recorded:
+            self._emit(incidents.WorkerLostEvent(self.role, serial, str(why), self._where(worker)))
         task = asyncio.get_running_loop().create_task(self._replace(worker, charged))
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
@@ -215,7 +230,7 @@ class Pool(Generic[A]):
     async def _replace(self, worker: Worker[A], charged: bool) -> None:
         began, slot, serial = now(), worker.slot, worker.serial
         try:
-            with self._losses.trying(slot):
+            with self.budget.trying(slot):
                 charged = await self._costs(worker, charged)
             while (made := await self._try(worker, charged)) is None:
                 charged = True  # an attempt to start that fails is one of the budget
@@ -240,17 +255,17 @@ class Pool(Generic[A]):
         """The replacement, when it serves. Raises RolesExhausted."""
         slot, serial = former.slot, former.serial
         if charged:
-            await self._losses.afford(slot)
+            await self.budget.afford(slot)
         self.replaced += 1
         worker = None
         try:
-            with self._losses.trying(slot):
+            with self.budget.trying(slot):
                 worker = self._made(slot)
                 await self._start(worker)
         except Exception as error:
             if not (is_lost(error) or isinstance(error, WorkerStartFailed)):
                 raise
-            self._losses.why = str(error)
+            self.budget.why = str(error)
             self._emit(incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker)))
             if worker is not None and self._nodes is not None:  # one that was not even made is no node's fault
                 self._nodes.failed(worker.node or former.node)
