@@ -843,6 +843,7 @@ CASES = [
         "the node of all",
         once("score", "node lost"),
         events={"worker_lost": 2, "worker_replaced": 6, "node_lost": 1, "policy_lost": 1, "policy_rebuilt": 1, "weights_lost": 2},
+        recovery__health_every=30.0,  # no check of idle actors comes before the head knows of the node
     ),
     case(
         "a node is avoided",
