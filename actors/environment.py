@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rayloop.actors.base import Actor
-from rayloop.actors.fates import cause
+from rayloop.actors.failures import cause
 from rayloop.actors.handles import Handle
 from rayloop.actors.images import SentImages
 from rayloop.actors.lease import Engine, FirstTurn, Lease, LeasedEngine, LeasesEngines

@@ -47,30 +47,16 @@ def submit(handle: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -
     return cast(Ref[Any], getattr(handle, method.__name__).remote(*args, **kwargs))
 
 
-def submit_pair(
-    handle: Handle[A],
-    method: Callable[Concatenate[A, P], tuple[R, S] | Coroutine[Any, Any, tuple[R, S]]],
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> tuple[Ref[R], Ref[S]]:
-    """Begin a call of a method that gives a pair, whose halves get a reference each: the first is awaited while the second stays
-    where it is."""
-    return cast(tuple[Ref[R], Ref[S]], _split(handle, 2, method, *args, **kwargs))
-
-
 def submit_split(
     handle: Handle[A],
     returns: int,
-    method: Callable[Concatenate[A, P], Coroutine[Any, Any, tuple[R, *tuple[S, ...]]]],
+    method: Callable[Concatenate[A, P], tuple[R, *tuple[S, ...]] | Coroutine[Any, Any, tuple[R, *tuple[S, ...]]]],
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> tuple[Ref[R], *tuple[Ref[S], ...]]:
-    """The same with any number of values: ``returns``."""
-    return cast(tuple[Ref[R], *tuple[Ref[S], ...]], _split(handle, returns, method, *args, **kwargs))
-
-
-def _split(handle: Any, returns: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ref[Any], ...]:
-    return tuple(getattr(handle, method.__name__).options(num_returns=returns).remote(*args, **kwargs))
+    """Begin a call of a method that returns ``returns`` values, each with a reference: one is awaited while others stay remote."""
+    call = cast(Any, getattr(handle, method.__name__)).options(num_returns=returns)
+    return cast(tuple[Ref[R], *tuple[Ref[S], ...]], tuple(call.remote(*args, **kwargs)))
 
 
 def resolved(ref: Ref[R]) -> R:

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ray.exceptions import RayTaskError
 
-from rayloop.actors.fates import cause, is_lost, object_lost
+from rayloop.actors.failures import cause, is_lost, object_lost
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.images import MissingImages, SentImages
 from rayloop.core.types import Cohort, Completion, ImagesSent, RolloutRequest, Sampling, TokenPrompt

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from rayloop.actors.base import Actor
-from rayloop.actors.lost import fetch
+from rayloop.actors.failures import fetch
 from rayloop.core.files import Checksum, appears
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Manifest, TrainItem

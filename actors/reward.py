@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rayloop.actors.base import Actor
-from rayloop.actors.lost import fetch
+from rayloop.actors.failures import fetch
 from rayloop.chat.tokenizer import load_tokenizer, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core import threads

@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from rayloop.actors.base import Actor
+from rayloop.actors.failures import as_value
 from rayloop.actors.images import ImageCache, MissingImages
-from rayloop.actors.lost import as_value
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import EnginePlace, build_engine

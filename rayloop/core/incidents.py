@@ -8,7 +8,7 @@ from typing import Any
 from rayloop.core.events import Event
 
 
-class WaitingForResources(Event, by="cluster/roles/services.py"):
+class WaitingForResources(Event, by="cluster/services.py"):
     """The cluster has too little yet; nodes may still come. To do: join more nodes, or lower `actors` or `placement`."""
 
     lacks: str
@@ -213,7 +213,7 @@ class Alarm(Event, by="rayloop/grpo/alarms.py"):
     why: str
 
 
-class RolloutsNotWritten(Event, by="cluster/supervision/scoring.py"):
+class RolloutsNotWritten(Event, by="cluster/supervision/calls.py"):
     """The sampled rollouts of a group could not be described: they lack in `rollouts/`."""
 
     group: int
