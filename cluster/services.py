@@ -163,8 +163,8 @@ class Services:
         }
 
     def _where(self, bundle: int, placement: Placement) -> Any:
-        """The strategy for its bundle; or for another node with room, when the bundle's node is avoided. The bundle is kept, so that no
-        actor gets a bad GPU of it."""
+        """The strategy for its bundle; or for another node with room, when the bundle's node is avoided. The bundle stays reserved,
+        so that no actor gets a bad GPU of it."""
         assert self._group is not None, "start() reserves"
         inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         if not self.nodes.avoids():

@@ -190,9 +190,10 @@ class PolicyGroup:
     async def export(self, version: Version) -> WeightUpdate[Any]:
         """Gather the weights. The update's source is a *reference*, owned by the driver."""
         exports = [submit_split(rank, 2, PolicyRank.export, version) for rank in self.ranks]
-        manifest, *_ = await self._answers("export", [manifest for manifest, _ in exports])
+        manifest, *_ = await self._answers("export", [manifest for manifest, *_ in exports])
         assert manifest is not None, "the first rank gathers"
-        return WeightUpdate(manifest, exports[0][1])
+        _, *sources = exports[0]
+        return WeightUpdate(manifest, sources[0])
 
     async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of the transport's sender, which lives in the first rank."""

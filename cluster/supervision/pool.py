@@ -196,8 +196,7 @@ class Pool(Generic[A]):
         self._end(serial, why, charged=True)
 
     def retire(self, serial: int, why: object, charged: bool = False) -> None:
-        """Replace a worker that holds a call that hangs, or fails at every task. It costs one of ``recovery.replacements`` only when
-        ``charged``."""
+        """Replace a worker that holds a call that hangs, or fails at every task; costs a replacement only when ``charged``."""
         self.ended.add(serial)
         self._end(serial, why, charged)
 
