@@ -52,7 +52,7 @@ def submit_split(
     **kwargs: P.kwargs,
 ) -> tuple[Ref[R], *tuple[Ref[S], ...]]:
     """Begin a call of a method that returns ``returns`` values, each with a reference: one is awaited while others stay remote."""
-    call = cast(Any, getattr(handle, method.__name__)).options(num_returns=returns)
+    call: Any = getattr(handle, method.__name__).options(num_returns=returns)
     return cast(tuple[Ref[R], *tuple[Ref[S], ...]], tuple(call.remote(*args, **kwargs)))
 
 

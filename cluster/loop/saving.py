@@ -8,27 +8,17 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from rayloop.actors.failures import object_lost
+from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import bounded, with_deadline
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed, WorkerLost
-from rayloop.core.protocols import Checksums
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.rollout.plain import HeldValue, Plain, filled, held
 from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, complete
-
-
-class Saves(Protocol):
-    """The policy (``PolicyGroup``)."""
-
-    async def save(self, folder: str) -> Checksums:
-        """Write what the ranks hold."""
-
-    async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
-        """Write a copy, while they go on from ``copied`` being set."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +68,7 @@ class Saving:
         """Whether there is a complete checkpoint of ``version``."""
         return self.saved is not None and self.saved[0] == version and complete(self.saved[1].folder) is not None
 
-    async def save(self, step: SavedStep, policy: Saves) -> None:
+    async def save(self, step: SavedStep, policy: PolicyGroup) -> None:
         """Save a step, when the one before is written. Returns when the ranks may go on; for the last step, when it is on disk.
 
         A save that fails is recorded, and the caller tries again at the next step. Raises CheckpointError at the last step or after
@@ -107,7 +97,7 @@ class Saving:
             self._under_way.cancel()
             await asyncio.wait({self._under_way}, timeout=self._timeout)
 
-    async def _write(self, step: SavedStep, policy: Saves, copied: asyncio.Event) -> None:
+    async def _write(self, step: SavedStep, policy: PolicyGroup, copied: asyncio.Event) -> None:
         began, number = time.monotonic(), step.version.step
         write = partial(policy.save_beside, copied=copied) if self._beside and not step.last else policy.save
         try:
