@@ -17,7 +17,7 @@ from rayloop.run.config import RunConfig
 
 
 class Quarantine(Protocol):
-    """Remembers in how many groups tasks failed (cluster/supervision/quarantine.py)."""
+    """Remembers in how many groups tasks failed (cluster/supervision/history.py)."""
 
     def ended(self, group: int, task: str, failed: bool) -> str:
         """A group ended, ``failed`` for some of its members. Returns why to quarantine its task, or ""."""

@@ -11,11 +11,10 @@ from typing import Protocol
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from rayloop.actors.fates import cause, is_lost, object_lost
+from rayloop.actors.failures import brief, cause, is_lost, object_lost
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.images import MissingImages, SentImages
 from rayloop.actors.lease import Engine
-from rayloop.actors.lost import brief
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DeadlineExceeded
 from rayloop.core.protocols import EngineHealth
@@ -25,7 +24,7 @@ from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 logger = logging.getLogger(__name__)
 
 ROLE = "rollout-"
-"""The beginning of the names of a run's engines (``cluster/roles/services.py``)."""
+"""The beginning of the names of a run's engines (``cluster/services.py``)."""
 LOOK = 1.0
 """Seconds between two searches for engines."""
 HEALTH = 10.0

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.evidence.staleness import VirtualLoop
-from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
@@ -63,7 +63,11 @@ class Loop:
         self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
         self.ledger, self.reporter = Ledger(), Reporter()
         self.rollouts = RolloutManager(
-            self.config, self.ledger, training_rows(self.config, self.reporter), self.reporter, Blame(self.config.environment)
+            self.config,
+            self.ledger,
+            training_rows(self.config, self.reporter),
+            self.reporter,
+            FailureHistory(self.config.environment),
         )
         self.version = Version(1, 0)
         self.rollouts.synced(self.version)

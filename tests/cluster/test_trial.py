@@ -155,7 +155,7 @@ def test_an_environment_of_two_turns_is_shown_turn_by_turn(try_it: Try) -> None:
 def test_an_environment_that_cannot_be_closed_is_named_before_the_model_is_loaded(try_it: Try) -> None:
     code, text = try_it(environment__episode={"environment": {"use": f"{__name__}:Unclosable"}})
     assert code == 1, text
-    assert "close() raised when no reset had come before it" in text
+    assert "close() raised on an environment that was made and not reset" in text
     assert "AttributeError: no server" in text
     assert text.count("Traceback") <= 1
     assert "loaded in" not in text

@@ -12,9 +12,9 @@ import pytest
 from rayloop.actors.environment import _failed
 from rayloop.actors.images import SentImages
 from rayloop.actors.lease import LeasedEngine
+from rayloop.cluster import services
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.loop import weight_sync
-from rayloop.cluster.roles import services
 from rayloop.cluster.supervision import watchdog
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core import deadlines, failures

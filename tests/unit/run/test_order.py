@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.failures import CheckpointError, ConfigError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task
@@ -111,5 +111,5 @@ def test_a_run_visits_its_rows_in_that_order(tmp_path: Path) -> None:
     file = rates(tmp_path, **{id: [0.0, 1.0] for id in ids[10:13]})
     config["data"]["order"] = {"use": "rayloop.run.order:BySolveRate", "with": {"rates": str(file)}}
     made = RunConfig.model_validate(config)
-    scheduler = RolloutManager(made, Ledger(), training_rows(made, Told()), Told(), Blame(made.environment)).scheduler
+    scheduler = RolloutManager(made, Ledger(), training_rows(made, Told()), Told(), FailureHistory(made.environment)).scheduler
     assert sorted(visited(scheduler.cursor, 3)) == [10, 11, 12]
