@@ -40,10 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help="after SIGUSR1, and when the machines failed, requeue the Slurm job up to N times; without Slurm, begin anew by "
             "itself when the machines failed",
         )
-        node.add_argument("program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it")
-        node.set_defaults(role=run)
+        node.set_defaults(role=run, program=[])
         if role == "head":
             node.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")
         else:
             node.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="for a head to be published (600)")
+            node.add_argument(
+                "program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it"
+            )
     parser.set_defaults(run=run_node)

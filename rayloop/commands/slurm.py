@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if run in (_render, _up):
             action.add_argument("config", nargs="?", type=Path, help="YAML file of a run to train on the cluster")
             action.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides of the run")
-            action.add_argument("--together", action="store_true", help="one allocation for all, which ends with the training")
         if run is _down:
             action.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help="for runs to save (150)")
         action.set_defaults(run=run)
@@ -39,11 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _planned(a: argparse.Namespace) -> tuple[SiteSettings, list[Job]]:
     site = load(a.site, a.set, SiteSettings)
-    if a.together and a.config is None:
-        raise ConfigError("--together needs the CONFIG of a run: the allocation ends with its training")
     if a.config is not None:
         preflight(read(a.config, a.overrides))  # refused here, not after hours in the queue
-    return site, plan(site, [str(a.config), *a.overrides] if a.config else [], together=a.together)
+    return site, plan(site, [str(a.config), *a.overrides] if a.config else [])
 
 
 def _render(a: argparse.Namespace) -> int:

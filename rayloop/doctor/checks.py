@@ -18,7 +18,7 @@ from rayloop.doctor import isolation, machine, network, software
 from rayloop.doctor.finding import Finding
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.estimate.shape import Shape, read_shape
-from rayloop.launch.addresses import this_node
+from rayloop.launch.network import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total

@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, urlsplit
 import psutil
 
 from rayloop.doctor.finding import Finding
-from rayloop.launch.addresses import CONNECT, unreachable
+from rayloop.launch.network import CONNECT, unreachable
 
 DASHBOARD = 8265
 PORTS = {6379: ("GCS", "--port"), DASHBOARD: ("dashboard", "--dashboard-port"), 10001: ("Ray client", "--ray-client-server-port")}

@@ -99,7 +99,7 @@ class Job:
         return ["sbatch", "--parsable", *dependency, *self.options, *self.arguments]
 
 
-def plan(site: SiteSettings, training: list[str], *, together: bool) -> list[Job]:
+def plan(site: SiteSettings, training: list[str]) -> list[Job]:
     """The jobs of a cluster, the head first. ``training``: the arguments of ``train``; empty: no training."""
     variables = {
         "RENDEZVOUS": Path(site.rendezvous).expanduser().absolute(),
@@ -116,10 +116,6 @@ def plan(site: SiteSettings, training: list[str], *, together: bool) -> list[Job
         common = [f"--job-name={name}", f"--output={output}", f"--export={export}", *site.sbatch]
         return Job(role, (*common, *asked), (str(SCRIPTS / script), site.cluster, *arguments), after_head)
 
-    if together:
-        export += f",RAYLOOP_HEAD_OPTIONS={' '.join(site.head.node)},RAYLOOP_WORKER_OPTIONS={' '.join(site.worker.node)}"
-        parts = [*site.head.options(), ":", *site.sbatch, *site.worker.options(), f"--nodes={site.worker.count}"]
-        return [job("cluster", "cluster.sbatch", parts, training, after_head=False)]
     array = [*site.worker.options(), f"--array=1-{site.worker.count}"]
     jobs = [
         job("head", "ray_head.sbatch", site.head.options(), list(site.head.node), after_head=False),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rayloop.core.failures import InfrastructureFailure
-from rayloop.launch.addresses import of_interface, this_node
+from rayloop.launch.network import of_interface, this_node
 
 LASTING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 """States of jobs that will not run again. PREEMPTED is not among them: it depends on the site."""

@@ -27,8 +27,8 @@ from benchmarks.pages.doctor import page
 from rayloop.doctor import checks, isolation, machine, network, software
 from rayloop.doctor.finding import Finding, size
 from rayloop.envs.browser.containment import Confinement
-from rayloop.launch.addresses import this_node
 from rayloop.launch.limits import MemoryLimit
+from rayloop.launch.network import this_node
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
 from rayloop.sandbox.levels import ATTACKS, Reached

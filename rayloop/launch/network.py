@@ -1,4 +1,7 @@
-"""The ports of one Ray node: a block of its own, so that nodes that share a machine do not meet, and firewalls have a range."""
+"""The network of a node: its address, whether something listens at another, and the ports of one Ray node.
+
+The ports are a block of their own, so that nodes that share a machine do not meet, and firewalls have a range.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,47 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 
+CONNECT = 2.0
+"""Seconds for a TCP connection or an HTTP answer."""
 BLOCK = 1000
 """Ports of one node: one for each service, the rest for its workers (a worker process needs one)."""
+
+
+def unreachable(host: str, port: int) -> str:
+    """Why no TCP connection can be made within CONNECT seconds; empty when one can."""
+    try:
+        socket.create_connection((host, port), timeout=CONNECT).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def this_node() -> str | None:
+    """The address under which other machines see this one; None when it has no network. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); UDP only looks up the route
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def of_interface(name: str) -> str:
+    """The IPv4 address of a network interface such as ib0. Raises ConfigError with those that there are."""
+    found = {
+        interface: entry.address
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family is socket.AF_INET
+    }
+    if name not in found:
+        there = ", ".join(f"{interface} ({address})" for interface, address in found.items())
+        raise ConfigError(f"--interface {name}: this node has none with an IPv4 address; it has {there or 'no network'}")
+    return found[name]
 
 
 class NoFreePorts(InfrastructureFailure):
