@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rayloop.core.failures import ConfigError, DeadlineExceeded
 from rayloop.core.threads import in_thread
-from rayloop.doctor import isolation, machine, network, software
+from rayloop.doctor import machine, network, software
 from rayloop.doctor.finding import Finding
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.estimate.shape import Shape, read_shape
@@ -68,10 +68,10 @@ def checks(
         "ray address": partial(network.ray_address, address),
         "token": partial(network.token, environment, token_file, Path.home()),
         "dashboard": partial(network.dashboards, {network.DASHBOARD, *ports}, address, node),
-        "sandbox": partial(isolation.sandbox),
-        "browser": partial(isolation.browser),
-        "desktop": partial(isolation.desktop),
-        "scheduler": partial(isolation.scheduler, environment),
+        "sandbox": partial(software.sandbox),
+        "browser": partial(software.browser),
+        "desktop": partial(software.desktop),
+        "scheduler": partial(software.scheduler, environment),
     }
 
 

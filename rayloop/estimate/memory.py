@@ -26,15 +26,15 @@ PATCHES = 4
 LOGITS = 5
 """Copies of a chunk's logits in float32 that exist at once: themselves, masked, their log-softmax, its gradient and theirs."""
 ACTIVATIONS, LEAST = 4, 1024
-"""Activations of a micro-batch that nobody has sized get this part of a CPU's memory (1/n), and have so many tokens at least."""
-PUBLICATIONS = 3
-"""Of the weights that lie in the object store at once. Their pages count for each process that has them mapped, by its share."""
+"""The activations of a micro-batch without a configured size get 1/ACTIVATIONS of a CPU's memory, and LEAST tokens or more."""
+SYNCS = 3
+"""Copies of the weights in the object store at once. Their pages count for each process that has them mapped, by its share."""
 HOST = ("process", "published")
-"""Parts of a role with GPUs that do not lie there."""
+"""Parts of a role with GPUs that are in main memory."""
 
 GIB = 2**30
 CARDS = {24: 23.5, 40: 39.4, 48: 47.4, 80: 79.1, 141: 139.8}
-"""GB by which a card is called -> GiB that it has."""
+"""GB in the name of a card -> GiB that it has."""
 CONTEXT = 1.0
 """GiB of CUDA itself in each process."""
 
@@ -59,12 +59,13 @@ class Role:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a trajectory: of what the policy reads, of what it writes, and how many of those it reads stand for images."""
+    """Tokens of a trajectory: read, written, and those of ``prompt`` that stand for images."""
 
     prompt: int
     response: int
@@ -72,6 +73,7 @@ class Lengths:
 
     @property
     def whole(self) -> int:
+        """Tokens of the trajectory."""
         return self.prompt + self.response
 
 
@@ -130,7 +132,7 @@ def _published(config: RunConfig, shape: Shape) -> int:
     engine = config.engine
     if not engine.holds_model:
         return 0
-    return PUBLICATIONS * shape.parameters * BYTES[engine.dtype] // (1 + config.rollout.actors)
+    return SYNCS * shape.parameters * BYTES[engine.dtype] // (1 + config.rollout.actors)
 
 
 def fitted(engine: FsdpSettings, shape: Shape, ranks: int, on_gpu: bool, machine: int | None = None) -> FsdpSettings:
@@ -152,7 +154,7 @@ def fitted(engine: FsdpSettings, shape: Shape, ranks: int, on_gpu: bool, machine
 
 
 def with_micro_batch(config: RunConfig) -> RunConfig:
-    """The run with micro-batches that are ``fitted`` to this machine; unchanged where nobody knows how large its model is."""
+    """The run with micro-batches that are ``fitted`` to this machine; unchanged for a model of unknown size."""
     policy = config.policy
     try:
         shape = read_shape(config.model.path, config.model.revision)

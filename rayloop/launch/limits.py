@@ -49,7 +49,7 @@ def _of_groups(groups: Path, own: Path) -> Iterator[MemoryLimit]:
 
 
 def _path(own: Path, controller: str) -> str:
-    """Where in the hierarchy of ``controller`` ("": version 2) this process is; "/" when that is not told."""
+    """Where in the hierarchy of ``controller`` ("": version 2) this process is; "/" when that is unknown."""
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:

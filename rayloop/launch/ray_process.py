@@ -102,18 +102,14 @@ def ray_node(
 
 def _end_rest(before: set[psutil.Process]) -> None:
     """Kill what is left below this process, besides what was there before."""
-    rest = [child for own in set(psutil.Process().children()) - before for child in (own, *_below(own))]
+    rest = list[psutil.Process]()
+    for own in set(psutil.Process().children()) - before:
+        with suppress(psutil.NoSuchProcess):
+            rest += [own, *own.children(recursive=True)]
     for process in rest:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(rest, timeout=END)
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
 
 
 def started(

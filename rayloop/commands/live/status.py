@@ -1,4 +1,4 @@
-"""``status``: how a run does, from its folder: step, progress, checkpoint, and what of each role serves and is lost."""
+"""``status``: step, progress, checkpoint and the workers of each role, from the folder of a run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ COLUMNS = ("role", "in service", "wanted", "lost", "may be lost this hour")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``status``."""
     parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object, for programs")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the status. Returns 0; raises ConfigError when the folder holds no run."""
     folder = open_run(arguments.run_folder)
     found = status(folder, time.time())
-    print(json.dumps(found) if arguments.json else visible(told(found)))
+    print(json.dumps(found) if arguments.json else visible(text(found)))
     return 0
 
 
@@ -54,8 +56,8 @@ def status(folder: RunFolder, now: float) -> dict[str, Any]:
     }
 
 
-def told(found: dict[str, Any]) -> str:
-    """The same for a person."""
+def text(found: dict[str, Any]) -> str:
+    """The status for a person."""
     lines = [
         f"{found['run']}: {_state(found)}",
         f"step {found['step']} of {found['steps']}{_ago(found, 'progress_age', 'last progress')}",
@@ -84,7 +86,7 @@ def _state(found: dict[str, Any]) -> str:
     if found["process"] is not None:
         return f"{found['process']} runs it{_ago(found, 'lock_age', 'last sign of life')}"
     if found["end"] is None:
-        return "nobody runs it, and it did not tell why: its process was killed, or its host. Start it again: it continues"
+        return "nobody runs it, and it recorded no end: its process was killed, or its host. Start it again: it continues"
     why = found["end"].get("why")
     return f"ended: {found['end']['event']}{f', {why}' if why else ''}"
 

@@ -24,6 +24,7 @@ POLL = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``stop``."""
     parser.add_argument("run_folders", type=Path, nargs="+", metavar="RUN_DIR", help="folders of live runs, <output>/<name>")
     parser.add_argument(
         "--within", type=float, default=180.0, metavar="SECONDS",
@@ -79,7 +80,7 @@ def _waited(folder: RunFolder, holder: Holder, since: float, deadline: float) ->
         time.sleep(POLL)
     ends = [record for record in folder.events if record["event"] in ENDS and record["time"] >= since]
     if not ends:
-        print(f"rayloop: {folder.path}: it ended without a word; what is saved is in its checkpoints", file=sys.stderr)
+        print(f"rayloop: {folder.path}: it recorded no end; what is saved is in its checkpoints", file=sys.stderr)
         return 1
     print(visible(f"{folder.path}: {describe(ends[-1])}"))
     return int(ends[-1]["event"] == "failed")

@@ -104,7 +104,7 @@ def test_without_slurm_its_commands_are_missed(
     monkeypatch.setenv("PATH", "/nowhere")
     assert slurm(fake, "up") == 1
     assert "sbatch: no such command" in capsys.readouterr().err
-    assert not slurm_job.ended("1"), "it cannot be told"
+    assert not slurm_job.ended("1"), "it is unknown"
 
 
 def test_a_node_knows_its_job(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
