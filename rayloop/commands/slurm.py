@@ -48,7 +48,7 @@ def _render(a: argparse.Namespace) -> int:
     print(f"mkdir -p {shlex.quote(str(Path(site.logs).absolute()))}")
     for job in jobs:
         text = shlex.join(job.command("HEAD")).replace("after:HEAD", '"after:$head"')
-        print(text if job.after_head else f"head=$({text})")
+        print(f"head=$({text})" if job.role == "head" else text)
     return 0
 
 
@@ -88,8 +88,7 @@ def _status(a: argparse.Namespace) -> int:
 
 
 def _down(a: argparse.Namespace) -> int:
-    """Runs are stopped first and may save; then all jobs are cancelled. SIGINT goes to the batch step alone: what ends a job
-    at once, as Slurm does it with cgroups or without, may end Ray before the run has saved."""
+    """Stop runs first, by SIGINT to the batch step alone, so that Ray stays until they have saved; then cancel all jobs."""
     site = load(a.site, a.set, SiteSettings)
     place = site.place
     saving = [job.number for job in active(place.jobs(programs=True)) if job.state == "RUNNING"]

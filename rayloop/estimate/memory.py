@@ -19,8 +19,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 MASTER, ADAM = 4, 8
 """Bytes of a parameter's master weight and gradient (float32), and of AdamW's two moments."""
 LIGHT, HEAVY = 180 * 2**20, 700 * 2**20
-"""Resident bytes of a process without a model: driver, environment, reward; and of those with torch, which
-compute: measured on a CPU (docs/choosing_settings.md)."""
+"""Resident bytes, measured on a CPU, of a process without a model (driver, environment, reward) and of one with torch."""
 PATCHES = 4
 """Patches of the vision tower for one image token, in Qwen-VL."""
 LOGITS = 5
@@ -78,9 +77,9 @@ class Lengths:
 
 
 def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[Role]:
-    """One entry for each role, for trajectories of these lengths.
+    """One entry for each role, for trajectories of these lengths. On GPUs the parts but ``HOST`` lie there.
 
-    On GPUs the parts but ``HOST`` lie there. Fragmentation, communication and compiled graphs are not in it: leave a fifth free.
+    Leave a fifth free for fragmentation, communication and compiled graphs, which are not counted.
     """
     policy, rollout, environment, reward = config.policy, config.rollout, config.environment, config.reward
     roles = [
@@ -97,10 +96,9 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[Role]:
 
 
 def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
-    """Of one rank: FSDP keeps a part of weights, gradients and moments, and the activations of its own micro-batch.
+    """Bytes of one rank: its part of weights, gradients and moments (FSDP), and the activations of its micro-batch.
 
-    Members of a group share their prompt in a micro-batch (of several turns each has its own observations), which is no longer than
-    what a rank has of an update.
+    Members of a group share their prompt in a micro-batch, unless an episode has several turns with observations of their own.
     """
     engine, ranks, algorithm = config.policy.engine, config.policy.ranks, config.algorithm
     trained = shape.trained(engine)
@@ -136,9 +134,9 @@ def _published(config: RunConfig, shape: Shape) -> int:
 
 
 def fitted(engine: FsdpSettings, shape: Shape, ranks: int, on_gpu: bool, machine: int | None = None) -> FsdpSettings:
-    """The settings with a micro-batch that ``machine`` has room for, if none is named and the ranks compute on CPUs.
+    """The settings with a micro-batch for ``machine`` bytes (None: this one's limit), if none is named and ranks use CPUs.
 
-    ``machine``: bytes; None: what this one lets a process have. Half of the tokens may stand for images.
+    Half of the tokens may stand for images.
     """
     if engine.micro_batch_tokens is not None or on_gpu:
         return engine
@@ -194,8 +192,7 @@ def _pixels(vision: Mapping[str, Any]) -> int:
 
 
 def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int], int]:
-    """Of one engine: its weights, and the cache of as many sequences as it decodes together, no more than a step can ask of it; and
-    what of that cache it can do without."""
+    """Bytes of one engine: weights, and the cache of the sequences decoded together; and the part of that cache to spare."""
     engine = config.engine
     if not engine.holds_model:
         return {"process": HEAVY}, 0

@@ -1,8 +1,4 @@
-"""Steps, trajectories, tokens and time of a run.
-
-An epoch is rows * group_size / trajectories of a step = rows / groups_per_step steps: a step's batch counts completions, so more
-answers for a row are more steps where the batch stays (Chart-RVR's guide leaves them out of its formula, and errs by that factor).
-"""
+"""Steps, trajectories, tokens and time of a run. An epoch is rows / groups_per_step steps."""
 
 from __future__ import annotations
 
@@ -90,7 +86,7 @@ class Plan:
 
 
 def plan(config: RunConfig, found: Measured | None, step_seconds: float | None = None) -> Plan:
-    """What ``config`` asks for; with the measured steps of a run, or ``step_seconds``, how long it takes.
+    """The plan of ``config``, timed by the measured steps of a run or by ``step_seconds``.
 
     Without measured lengths a trajectory is as long as the configuration allows: an upper bound.
     """

@@ -92,9 +92,7 @@ def _shape(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) ->
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> sizes. A safetensors file begins with the length of its header, 8 bytes little-endian, and the header as JSON.
-
-    Raises ConfigError."""
+    """Name -> sizes, from the JSON header of a safetensors file, whose length its first 8 bytes hold. Raises ConfigError."""
     try:
         with open(file, "rb") as content:
             length = int.from_bytes(content.read(8), "little")

@@ -1,7 +1,4 @@
-"""The network of a node: its address, whether something listens at another, and the ports of one Ray node.
-
-The ports are a block of their own, so that nodes that share a machine do not meet, and firewalls have a range.
-"""
+"""The network of a node: its address, whether something listens at another, and its block of ports."""
 
 from __future__ import annotations
 
@@ -85,9 +82,9 @@ def kernels(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> str:
 
 @contextmanager
 def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
-    """A block of ports within ``low``..``high`` that this node owns until the ``with`` block ends.
+    """A block of ports within ``low``..``high``, owned in the ``with`` block: its first port stays bound, which marks it.
 
-    Its first port stays bound and unused, which marks the block as taken. Raises ConfigError, NoFreePorts.
+    Raises ConfigError, NoFreePorts.
     """
     size = min(BLOCK, high - low + 1)
     if size < 2 * (len(services) + 1):

@@ -1,9 +1,7 @@
 """``node head|worker``: one Ray node of a cluster as a process, and beside a worker optionally a program.
 
-The head publishes its address (rayloop/launch/rendezvous.py). Workers wait for it and join. They leave within seconds when another
-head is published, later when theirs does not listen any more, and then wait for the next one. When Ray of the head ends by itself
-(its GCS was killed) the head starts it again with the same ports and token, and workers and programs join anew. Every process of a
-node ends with it.
+The head publishes its address (rayloop/launch/rendezvous.py). Workers join it, leave when another head is published or theirs does
+not listen any more, and wait for the next one. When Ray of the head ends by itself, it is started again with the same ports.
 
 SIGTERM, SIGINT and SIGUSR1 (Slurm's ``--signal``: the time limit is near) end the program, which may save first, and then the node;
 a second signal ends both at once. With --requeue the Slurm job is requeued after SIGUSR1, and, after a pause, when the machines
@@ -19,11 +17,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from rayloop.core.failures import AGAIN, ConfigError, Preempted
 from rayloop.core.signals import STOP, StopSignals, handling
@@ -59,8 +56,8 @@ class End(Enum):
 
 def run_node(a: argparse.Namespace) -> int:
     """Run the node of ``python -m rayloop node`` until it ends; returns its exit code."""
-    signals, in_slurm, starts = StopSignals(), slurm_job.job() is not None, slurm_job.restarts()
-    if a.requeue and in_slurm and not slurm_job.can_ask():
+    signals, job, starts = StopSignals(), slurm_job.job(), slurm_job.restarts()
+    if a.requeue and job is not None and not slurm_job.can_ask():
         print("node: --requeue does nothing without scontrol (in a container?): submit a job that has saved again", flush=True)
         a.requeue = 0
     print(f"node: open between the nodes: {a.ports} (Ray), and {kernels()} (the policy's ranks: gloo, NCCL)", flush=True)
@@ -68,14 +65,14 @@ def run_node(a: argparse.Namespace) -> int:
     prctl(SUBREAPER, 1)
     place = Rendezvous(a.rendezvous, a.cluster)
     with handling(signals, *STOP), handling((lambda *_: None) if ignores else signals, signal.SIGUSR1):
-        if (job := slurm_job.job()) is not None:
+        if job is not None:
             place.register(job, program=bool(a.program))
         while True:
             code = _attempt(a, place, signals, starts)
             if not _again(a, signals, code, starts) or (code == AGAIN and not backed_off(signals, starts)):
                 return code
             starts += 1
-            if in_slurm:  # within the block: the requeue sends SIGTERM to this process
+            if job is not None:  # within the block: the requeue sends SIGTERM to this process
                 print(f"node: requeued, restart {starts} of {a.requeue}", flush=True)
                 slurm_job.requeue()
                 return code
@@ -102,10 +99,7 @@ def _again(a: argparse.Namespace, signals: StopSignals, code: int, starts: int) 
 
 
 def head(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
-    """Start a head, publish it, and stay until a signal. Returns 0.
-
-    A Ray that ended by itself is started again in place, RESTARTS times an hour. Raises NodeFailed.
-    """
+    """Run a head until a signal, and start a Ray that ended again, RESTARTS times an hour. Returns 0; raises NodeFailed."""
     token, budget, led = place.open(a.insecure), Budget(RESTARTS), False
     with block(*port_range(a.ports), (*SERVICES, *HEAD_SERVICES)) as ports:
         while True:
@@ -164,8 +158,7 @@ def _lead(a: argparse.Namespace, place: Rendezvous, signals: StopSignals, token:
 def worker(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
     """Join the head, and each head that comes after it, until a signal or the end of the program.
 
-    Ray gives a node 30 s to start, which may be short on a busy machine. Raises NodeFailed after ATTEMPTS in a row, and at once
-    when there is a program: its run continues from its checkpoint in another attempt of the job.
+    Raises NodeFailed after ATTEMPTS failures in a row, and at once when there is a program: its job starts again.
     """
     failures = 0
     while (joined := place.wait(a.wait, lambda: signals.first is not None)) is not None:
@@ -212,7 +205,9 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, signals: StopS
     return why, code
 
 
-def attend(ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None, signals: StopSignals, gone: Any) -> End:
+def attend(
+    ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None, signals: StopSignals, gone: Callable[[], bool]
+) -> End:
     """Wait until there is a reason to leave."""
     while True:
         if signals.first is not None:
@@ -259,11 +254,8 @@ def beside(
     try:
         yield program
     finally:
-        if program.poll() is None:
-            program.terminate()
-            deadline = time.monotonic() + a.grace
-            while program.poll() is None and time.monotonic() < deadline and not signals.again:
-                time.sleep(POLL)
+        program.terminate()
+        _pause(a.grace, signals, lambda: program.poll() is not None)
         if program.poll() is None:
             print(f"node: {a.program[0]} did not end in time: it is killed", flush=True)
             program.kill()
@@ -281,7 +273,8 @@ def _part(program: subprocess.Popen[bytes] | None) -> None:
         program.kill()
 
 
-def _pause(seconds: float, signals: StopSignals, over: Any = lambda: False) -> None:
+def _pause(seconds: float, signals: StopSignals, over: Callable[[], bool] = lambda: False) -> None:
+    """Wait ``seconds``, or until a second signal or ``over``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not signals.again and not over():
         time.sleep(POLL)

@@ -1,5 +1,4 @@
-"""The processes of one node: ``ray start --block`` with all that it starts, and a program beside it; and Ray's logs, which are kept
-when the node that wrote them has ended."""
+"""The processes of one node: ``ray start --block``, a program beside it, and Ray's logs, which are kept when it has ended."""
 
 from __future__ import annotations
 
@@ -115,10 +114,7 @@ def _end_rest(before: set[psutil.Process]) -> None:
 def started(
     ray: subprocess.Popen[bytes], folder: Path, addresses: Sequence[str], signals: StopSignals, gone: Any = lambda: False
 ) -> bool:
-    """Wait until all addresses accept connections. Returns whether they do: False when a signal or ``gone`` came before.
-
-    Raises NodeFailed.
-    """
+    """Wait until all addresses accept connections. Returns False when a signal or ``gone`` came before; raises NodeFailed."""
     deadline = time.monotonic() + START
     while not all(map(accepts, addresses)):
         if signals.first is not None or gone():
@@ -138,10 +134,7 @@ def tail(folder: Path) -> str:
 
 @contextmanager
 def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
-    """With the block the logs of the node whose files are in ``temporary`` are kept in ``beside``.logs/HOST-TIME-PID.
-
-    Not in the folder ``beside`` itself: that one goes with the cluster.
-    """
+    """Copy the logs below ``temporary`` at the end of the block to ``beside``.logs/HOST-TIME-PID, which outlives the cluster."""
     logs = beside.with_name(f"{beside.name}.logs")
     try:
         yield
@@ -157,10 +150,9 @@ def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
 
 
 def keep(logs: Path, target: Path, most: int = MOST, but: str = "") -> int:
-    """Copy the newest ``most`` bytes of the files in ``logs``; of one that does not fit, the end. Returns how many there are.
-    Files that match ``but`` are left out.
+    """Copy the newest ``most`` bytes of the files in ``logs``, but those that match ``but``. Returns the number of files.
 
-    Raises nothing: what cannot be read or written is left out, and a node ends all the same.
+    Raises nothing: a file that cannot be read or written is left out.
     """
     kept = 0
     with suppress(OSError):

@@ -29,8 +29,7 @@ ROOT = "~/.rayloop"
 POLL = 0.5
 """Seconds between two looks into the folder."""
 SILENCE = 60.0
-"""Seconds without an accepted connection after which a head counts as gone. Ray's own processes give up after as many
-(``RAY_gcs_rpc_server_reconnect_timeout_s``)."""
+"""Seconds without an accepted connection after which a head counts as gone, as for Ray's own processes."""
 UNPUBLISHED = 600.0
 """Seconds after which a head ends that cannot publish its entry: no new node can find it meanwhile."""
 WAITS = 5.0
@@ -80,7 +79,7 @@ class Rendezvous:
         self.folder = root.expanduser().absolute() / cluster
 
     def open(self, insecure: bool) -> Path | None:
-        """Prepare the folder for a new head: the token's path, or None without one. What a former head left is removed.
+        """Prepare the folder for a new head, without what a former one left. Returns the token's path, or None without one.
 
         Raises ConfigError while the cluster has a live head, and for a folder or a token that others may have written.
         """
@@ -122,10 +121,7 @@ class Rendezvous:
         return None if isinstance(seen, str) else seen
 
     def withdraw(self, head: Head, *, left: bool) -> None:
-        """Remove the entry, unless it is another head's. ``left``: this head still listens for a while, so that runs save.
-
-        Errors of the file system are ignored: the node ends anyway, and the others notice that it does not listen.
-        """
+        """Remove the entry, unless it is another head's. ``left``: this head still listens, so that runs save. Raises nothing."""
         with suppress(OSError):
             if self.head() in (head, None):
                 if left:
@@ -137,10 +133,7 @@ class Rendezvous:
         return self._read("left") == head
 
     def wait(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> Head | None:
-        """The head, as soon as one is published that is not stale; None when ``stop`` returns True.
-
-        Raises NoHead after ``seconds``, with what was found instead.
-        """
+        """The head, once one is published that is not stale; None when ``stop`` returns True. Raises NoHead after ``seconds``."""
         deadline, found = time.monotonic() + seconds, ""
         while time.monotonic() < deadline:
             if stop():
@@ -179,10 +172,9 @@ class Rendezvous:
 
 
 class Gone:
-    """Whether a head has left: another one is published, it began to leave and does not listen any more, or it has not listened for
-    SILENCE seconds. ``saves``: a program runs here, which must save as soon as the head begins to leave.
+    """Whether a head has left: another one is published, it began to leave and is silent, or it was silent for SILENCE seconds.
 
-    Raises ConfigError when others may write the rendezvous folder.
+    ``saves``: a program must save as soon as the head begins to leave. Raises ConfigError when others may write the folder.
     """
 
     def __init__(self, place: Rendezvous, joined: Head, saves: bool) -> None:
@@ -212,8 +204,7 @@ class Gone:
 
 
 class Unpublished:
-    """Of a head: whether another one is published in its place, or its own entry could not be published for UNPUBLISHED seconds.
-    A missing entry is written again."""
+    """Whether another head is published in place of ``me``, or its own entry could not be written for UNPUBLISHED seconds."""
 
     def __init__(self, place: Rendezvous, me: Head) -> None:
         self._place, self._me = place, me

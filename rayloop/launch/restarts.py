@@ -19,10 +19,7 @@ HOUR = 3600.0
 
 
 class Budget:
-    """A token bucket: ``per_hour`` units at most, full at first; one comes back every ``HOUR / per_hour`` seconds.
-
-    ``now``, which the caller passes, is any clock in seconds that never goes back.
-    """
+    """A token bucket: ``per_hour`` units, one comes back every ``HOUR / per_hour`` seconds. ``now``: of a monotonic clock."""
 
     def __init__(self, per_hour: int) -> None:
         self.per_hour = per_hour
@@ -58,9 +55,9 @@ def backed_off(signals: StopSignals, before: int) -> bool:
 
 
 def supervised(command: Sequence[str], times: int) -> int:
-    """Run ``command``, and again while its exit code is 69, ``times`` times at most. Returns the last exit code.
+    """Run ``command``, and up to ``times`` times again while its exit code is 69. Returns the last exit code.
 
-    SIGTERM and SIGINT, which may come twice, are passed to it as SIGTERM, and nothing is started after them.
+    SIGTERM and SIGINT, which may come twice, are passed on as SIGTERM, and nothing is started after them.
     """
     signals = StopSignals()
     with handling(signals, *STOP):

@@ -47,9 +47,9 @@ class TensorBoard:
 
 
 class Wandb:
-    """One run of Weights & Biases for all drivers of a rayloop run. After a restore W&B shows the repeated steps twice.
+    """One run of Weights & Biases for all drivers of a rayloop run; after a restore it shows the repeated steps twice.
 
-    ``folder``: its id; W&B's own files go to ``wandb`` beside it. ``config`` is what W&B shows as the run's configuration.
+    ``folder`` holds its id. ``config`` is shown as the run's configuration.
     """
 
     def __init__(self, settings: WandbSettings, name: str, config: Mapping[str, Any], folder: Path) -> None:

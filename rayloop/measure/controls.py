@@ -36,7 +36,7 @@ class BlindPrior(Protocol):
 def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
     """Each task with the images of another task of the same source, or of another source; its question stays.
 
-    Tasks without images, and tasks for which there is no such other with other images, are left out.
+    Tasks without such another are left out.
     """
     order = [task for task in tasks if task.images]
     random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(order)
@@ -62,10 +62,7 @@ def _with_images(task: Task, images: list[ImageSource]) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One scored (or unscored) answer of an evaluation; ``sample`` counts the answers of one task in one arm.
-
-    ``cut``: ``sampling.max_tokens`` ended a turn of it.
-    """
+    """One answer of an evaluation, the ``sample``-th of its task and arm. ``cut``: ``sampling.max_tokens`` ended a turn of it."""
 
     arm: str
     task: str
@@ -95,8 +92,7 @@ Table = dict[str, dict[str, Interval]]
 
 
 def scores(items: Iterable[Item]) -> dict[str, dict[str, float]]:
-    """Score -> task -> mean over the task's answers, sorted by the tasks' ids, so that a resampling does not depend on the order of
-    the answers. Answers without a reward are left out."""
+    """Score -> task -> mean over the task's scored answers, sorted by task, so that a resampling does not depend on their order."""
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in sorted(items, key=lambda item: item.key):
         for name, value in item.scores.items():
@@ -118,8 +114,7 @@ def by_column(items: Sequence[Item], values: Mapping[str, str]) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A score of the ``tasks`` that two evaluations have in common: its means, and ``gain``, the mean of the differences task by
-    task with its 95 % interval."""
+    """A score of the ``tasks`` common to two evaluations: its means, and ``gain``, the mean paired difference with its interval."""
 
     tasks: int
     before: float
@@ -151,10 +146,7 @@ def against_controls(items: Sequence[Item]) -> Table:
 
 
 def looks(differences: Table) -> bool:
-    """Whether the reward with the right image is above that of every control, each interval excluding 0.
-
-    A control of too few items for an interval (``LEAST``) shows nothing.
-    """
+    """Whether the reward with the right image is above that of every control, with intervals that exclude 0."""
     return {SAME, OTHER} <= differences.keys() and all(map(_above, differences.values()))
 
 
@@ -223,10 +215,9 @@ def _shown(found: Interval) -> str:
 
 
 def pass_rates(items: Iterable[Item], score: str, least: float, arm: str = SAMPLED) -> dict[int, Interval]:
-    """k -> pass@k over tasks with its 95 % interval, for k = 1, 2, 4, ... and the number of sampled answers.
+    """k -> pass@k over tasks with its 95 % interval, for k = 1, 2, 4, ... and the number of sampled answers; empty without any.
 
-    An answer is right when its ``score`` is at least ``least``. Every task counts alike, so all have as many answers as the task
-    with fewest; what more a task has also counts, in n. Without sampled answers there is nothing.
+    An answer is right when its ``score`` is at least ``least``. k goes up to the answers of the task with fewest.
     """
     found: dict[str, list[bool]] = defaultdict(list)
     for item in items:

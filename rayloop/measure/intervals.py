@@ -44,8 +44,7 @@ def paired_interval(after: Sequence[float], before: Sequence[float], seed: int =
 
 
 def calibration_error(confidences: Sequence[float], right: Sequence[float], bins: int = BINS) -> float:
-    """The expected calibration error (Guo et al. 2017, equation 3), 0 to 1: the mean over ``bins`` equal ranges of confidence of
-    |share of right answers - mean confidence|, weighted by how many answers are in the range.
+    """The expected calibration error (Guo et al., 2017, equation 3), 0 to 1, over ``bins`` equal ranges of confidence.
 
     ``confidences`` [N] from 0 to 1, ``right`` [N] 0 or 1. Raises ValueError when there is none, or their numbers differ.
     """
@@ -58,10 +57,7 @@ def calibration_error(confidences: Sequence[float], right: Sequence[float], bins
 
 
 def pass_at(answers: int, right: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k) for n ``answers``, c of them ``right``: the unbiased estimator of Chen et al. (2021), section 2.1.
-
-    Raises ValueError unless 0 <= right <= answers and 1 <= k <= answers.
-    """
+    """1 - C(n - c, k) / C(n, k) for n ``answers``, c of them ``right`` (Chen et al., 2021, section 2.1). Raises ValueError."""
     if not (0 <= right <= answers and 1 <= k <= answers):
         raise ValueError(f"pass@{k} of {answers} answers, {right} of them right")
     return 1.0 - prod(1.0 - k / number for number in range(answers - right + 1, answers + 1))

@@ -13,7 +13,9 @@ from rayloop.view.reader import configuration, open_run
 from rayloop.view.vitals import Vitals
 from rayloop.view.words import describe, span, visible
 
+KEYS = ("in_service", "wanted", "lost", "budget_left")
 COLUMNS = ("role", "in service", "wanted", "lost", "may be lost this hour")
+ROW = "{:<13}{:<12}{:<8}{:<6}{}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +40,7 @@ def status(folder: RunFolder, now: float) -> dict[str, Any]:
     vitals.update()
     holder = folder.lock.holder()
     metrics = {key.removeprefix("recovery/"): value for key, value in vitals.metrics(now).items()}
-    roles = {
-        name: {key: int(metrics[f"{key}/{name}"]) for key in ("in_service", "wanted", "lost", "budget_left")}
-        for name in vitals.roles
-    }
+    roles = {name: {key: int(metrics[f"{key}/{name}"]) for key in KEYS} for name in vitals.roles}
     return {
         "run": str(folder.path),
         "process": None if holder is None else str(holder),
@@ -67,15 +66,8 @@ def text(found: dict[str, Any]) -> str:
     else:
         lines.append(f"checkpoint of step {found['checkpoint_step']}{_ago(found, 'checkpoint_age', 'saved')}")
     if found["roles"]:
-        rows = [
-            [name, *(str(role[key]) for key in ("in_service", "wanted", "lost", "budget_left"))]
-            for name, role in found["roles"].items()
-        ]
-        widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
-        lines += [
-            "",
-            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (COLUMNS, *rows)),
-        ]
+        rows = [COLUMNS, *((name, *(role[key] for key in KEYS)) for name, role in found["roles"].items())]
+        lines += ["", *(ROW.format(*row) for row in rows)]
         lines.append(f"the driver may be restarted {found['driver_restarts_left']} times more in this hour")
     if found["incidents"]:
         lines += ["", "last incidents", *(f"{span(i['ago'])} ago: {_brief(i)}" for i in found["incidents"])]

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.here and (holder is None or holder.host != socket.gethostname()):
             continue
         if holder is None:
-            raise ConfigError(f"{path}: nobody runs it. `python -m rayloop status {path}` says how it ended")
+            raise ConfigError(f"{path}: no process runs it. `python -m rayloop status {path}` says how it ended")
         asked.append((folder, holder, time.time() - 1.0))  # records have rounded times
         _ask(folder, holder)
         print(f"{path}: asked {holder} to save and end; waiting for up to {span(arguments.within)}", flush=True)
