@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the run here, send the folder and start ``train`` in it. Returns 0, or with --follow the exit code of the job."""
+    """Check the run here, send the folder and start ``train`` in it. Returns 0, or with --follow the job's exit code."""
     lasting(read(arguments.config, arguments.overrides))  # refused here, not on the cluster
     address, folder = arguments.address, arguments.working_dir.resolve()
     if not address.startswith(("http://", "https://")):
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def pack(folder: Path, package: Path) -> Path:
-    """A zip of all that git does not ignore; without git, of all but data and caches. Raises ConfigError for a package above LIMIT."""
+    """A zip of all that git does not ignore; without git, of all but data and caches. Raises ConfigError above LIMIT bytes."""
     files = [file for file in _files(folder) if not _is_data(file)]
     with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for file in files:

@@ -34,10 +34,10 @@ LONGEST = 43
 
 
 def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, str]:
-    """The variables of every Ray process that we start. ``token``: its path; None: no authentication, all may run code.
+    """The variables of every Ray process that we start. ``token``: its path; None: no authentication.
 
-    The raylet ends the processes of a killed worker (subreaper), but not on a node that ``runs_jobs``: there Ray's workers would not
-    get their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
+    The raylet ends the processes of a killed worker (subreaper), but not on a node that ``runs_jobs``: there Ray's workers would
+    not get their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
     """
     authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token else {"RAY_AUTH_MODE": "disabled"}
     return authentication | {

@@ -121,7 +121,7 @@ class Rendezvous:
         return None if isinstance(seen, str) else seen
 
     def withdraw(self, head: Head, *, left: bool) -> None:
-        """Remove the entry, unless it is another head's. ``left``: this head still listens, so that runs save. Raises nothing."""
+        """Remove the entry, unless it is another head's. ``left``: this head still listens, so that runs save. Ignores OSError."""
         with suppress(OSError):
             if self.head() in (head, None):
                 if left:
