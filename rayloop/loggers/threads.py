@@ -84,18 +84,19 @@ class Loggers:
         self._failed = failed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand ``metrics``, which nobody changes any more, to all loggers. Never waits, never raises."""
-        self._drop({worker: worker.problem() for worker in self._workers})
-        for worker in self._workers:
-            worker.records.put_nowait((step, metrics))
+        """Pass ``metrics``, which no caller changes any more, to all loggers. Never waits, never raises."""
+        self._put((step, metrics))
 
     async def close(self) -> None:
         """Close all loggers at once; each is waited for at most its timeout."""
-        self._drop({worker: worker.problem() for worker in self._workers})
-        for worker in self._workers:
-            worker.records.put_nowait(None)
+        self._put(None)
         self._drop({worker: await worker.ended() for worker in self._workers})
         self._workers = []
+
+    def _put(self, record: tuple[int, Mapping[str, float]] | None) -> None:
+        self._drop({worker: worker.problem() for worker in self._workers})
+        for worker in self._workers:
+            worker.records.put_nowait(record)
 
     def _drop(self, problems: Mapping[LoggerThread, str | None]) -> None:
         for worker, why in problems.items():
