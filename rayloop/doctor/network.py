@@ -153,9 +153,9 @@ def _token_file(file: Path) -> list[Finding]:
 
 
 def dashboards(candidates: Collection[int], address: str | None, node: str | None) -> list[Finding]:
-    """Ray dashboards that answer without a token, here on ``candidates`` and at the cluster's address.
+    """Ray dashboards that answer without a token, here and at the cluster's address: warning unless only this machine reaches them.
 
-    A warning unless only this machine, whose own address is ``node``, reaches them.
+    ``candidates``: ports of this machine; ``node``: its own address.
     """
     findings = []
     for url in _dashboard_urls(candidates, address, node):
