@@ -20,8 +20,8 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from rayloop.core.failures import ConfigError, ResourcesUnavailable
-from rayloop.launch.addresses import unreachable
-from rayloop.launch.kept_logs import LOGS, keep
+from rayloop.launch.network import unreachable
+from rayloop.launch.ray_process import LOGS, keep
 from rayloop.launch.ray_variables import OBJECT_STORE
 
 logger = logging.getLogger(__name__)

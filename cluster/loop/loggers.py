@@ -9,9 +9,8 @@ from typing import Any
 
 from rayloop.core.deadlines import WAITS
 from rayloop.loggers.settings import AnySettings, PrometheusSettings, TensorBoardSettings, WandbSettings
-from rayloop.loggers.tensorboard import TensorBoard
 from rayloop.loggers.threads import Logger
-from rayloop.loggers.wandb import Wandb
+from rayloop.loggers.writers import TensorBoard, Wandb
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import prometheus
 from rayloop.view.vitals import Vitals

@@ -34,8 +34,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.data.subset import evenly
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.alarms import grader_error
-from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, summarise, table
-from rayloop.measure.solved import pass_rates
+from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, pass_rates, summarise, table
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RolloutDump, make_folder

@@ -34,7 +34,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling
 from rayloop.estimate.memory import with_micro_batch
 from rayloop.estimate.shape import read_shape
-from rayloop.launch.budget import Budget
+from rayloop.launch.restarts import Budget
 from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rayloop.core.failures import RolesExhausted
-from rayloop.launch.budget import HOUR, Budget
+from rayloop.launch.restarts import HOUR, Budget
 from rayloop.run.lifetime import RecoverySettings
 
 LOOK = 1.0

@@ -21,7 +21,7 @@ from rayloop.core.files import appears
 from rayloop.core.groups import Group
 from rayloop.core.protocols import Checksums
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
-from rayloop.launch.budget import Budget
+from rayloop.launch.restarts import Budget
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.transports.seam import WeightUpdate

@@ -25,8 +25,7 @@ from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.data.rows import rows
-from rayloop.measure.calibration import calibration_error
-from rayloop.measure.intervals import interval
+from rayloop.measure.intervals import calibration_error, interval
 from rayloop.rewards.functions import around
 from rayloop.rewards.outcomes import as_outcome
 from rayloop.rewards.saved import OfflineScoring, Saved

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import write_whole
-from rayloop.measure.solved import solved_tasks
+from rayloop.measure.controls import solved_tasks
 from rayloop.run.config import read
 from rayloop.run.held_out import read_items
 from rayloop.run.lifetime import right

@@ -7,7 +7,7 @@ import sys
 
 from rayloop.commands.arguments import add_cluster, add_run, cluster
 from rayloop.config.settings import dump
-from rayloop.launch.again import supervised
+from rayloop.launch.restarts import supervised
 from rayloop.run.config import read
 from rayloop.run.preflight import preflight
 

@@ -1,4 +1,4 @@
-"""``status``, ``logs`` and ``stop`` of runs as their folders tell them; tests/cluster/test_live.py has a run that lives."""
+"""``status``, ``logs`` and ``stop`` of runs from their folders; tests/cluster/test_live.py has a run that lives."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_status_for_programs_is_one_object(folder: RunFolder, capsys: pytest.Cap
 
 def test_status_of_a_run_that_nobody_runs_says_how_it_ended(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     main(["status", str(folder.path)])
-    assert "nobody runs it, and it did not tell why" in capsys.readouterr().out
+    assert "nobody runs it, and it recorded no end" in capsys.readouterr().out
     folder.events.append(events.Failed("Stalled", "nothing moved", {}), 12)
     main(["status", str(folder.path)])
     text = capsys.readouterr().out
