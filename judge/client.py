@@ -18,12 +18,11 @@ from pydantic import Field, ValidationError
 from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 from rayloop.judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
-from rayloop.judge.breaker import Breaker, BreakerState
 from rayloop.judge.cache import VerdictCache, cache_key
-from rayloop.judge.canary import Canary
 from rayloop.judge.discovery import Find
-from rayloop.judge.labelled import Labelled, canary
+from rayloop.judge.health import Breaker, BreakerState, Canary
 from rayloop.judge.metrics import CACHE_HITS, CHANGES, RETRIES, VERDICTS, WAITING
+from rayloop.judge.rubric import Labelled, canary
 from rayloop.judge.transport import ConnectionSettings, JudgeConnection, JudgeRefused, Transient
 
 logger = logging.getLogger(__name__)

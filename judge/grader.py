@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from rayloop.core.failures import DataFailure, DeadlineExceeded
 from rayloop.core.threads import in_thread
-from rayloop.judge import prompt, verdict
+from rayloop.judge import prompt
 from rayloop.judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result, VerdictKind
 from rayloop.judge.cache import VerdictCache, cache_key
 from rayloop.judge.discovery import READ
@@ -57,7 +57,7 @@ def fingerprint(
 ) -> str:
     """The digest of all that a verdict depends on: backend, model, its sampling and identity, rubrics, and the versions of the
     rules, the prompt and the parser of replies."""
-    code = {"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": verdict.VERSION}
+    code = {"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": prompt.REPLY_VERSION}
     about = [label, model.name, dict(model.settings), dict(identity)] if model else [label]
     parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]
     return f"{label}-{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
@@ -129,7 +129,7 @@ class Grader:
             else:
                 asked = prompt.messages(rubric, item)
             reply = await model.reply(asked, prompt.schema(rubric))
-            found = verdict.parse(reply.text, rubric.kind)
+            found = prompt.parse(reply.text, rubric.kind)
             probability = reply.probability if rubric.kind == "binary" else None
             return JudgeVerdict(
                 verdict=found.verdict, score=found.score, probability=probability, reason=found.reason,
@@ -150,7 +150,7 @@ class Grader:
         match error:
             case DeadlineExceeded() | TimeoutError():
                 kind = NoVerdict.TIMEOUT
-            case verdict.InvalidVerdict() | ValidationError() | DataFailure():
+            case prompt.InvalidVerdict() | ValidationError() | DataFailure():
                 kind = NoVerdict.INVALID
             case _:
                 kind = NoVerdict.UNAVAILABLE

@@ -21,10 +21,9 @@ from rayloop.judge.api import MAX_IMAGES, BackendLabel, JudgeItem, JudgeUnscored
 from rayloop.judge.calibrate import DriftWatch
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.grader import decide
-from rayloop.judge.labelled import canary
 from rayloop.judge.metrics import EXCLUDED
 from rayloop.judge.prompt import sanitise
-from rayloop.judge.rubric import FOLDER, load_rubrics
+from rayloop.judge.rubric import FOLDER, canary, load_rubrics
 from rayloop.judge.rules import decision as rules
 
 logger = logging.getLogger(__name__)

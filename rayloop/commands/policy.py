@@ -15,8 +15,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import joined_cluster
 from rayloop.run.folder import RunFolder
 from rayloop.run.place import read_place
-from rayloop.serve_apps.http_options import LOOPBACK, HttpOptions
-from rayloop.serve_apps.policy.settings import PolicyLimits
+from rayloop.serve_apps.settings import LOOPBACK, HttpOptions, PolicyLimits
 
 
 class ServeOptions(SettingsModel):
@@ -62,12 +61,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     key = None if arguments.insecure else arguments.key_file or announced.with_suffix(".key")
     announced.parent.mkdir(parents=True, exist_ok=True)
     with joined_cluster(address, token, insecure=bool(file) and token is None):
-        from rayloop.cluster.stages.policy import serve  # imports ray
+        from rayloop.cluster.stages.serving import serve_policy  # imports ray
 
         def alive() -> bool:
             return file is None or file.exists()
 
-        return serve(address, names, arguments.name or "", options.http, options.limits, key, announced, alive)
+        return serve_policy(address, names, arguments.name or "", options.http, options.limits, key, announced, alive)
 
 
 def _options(overrides: list[str]) -> ServeOptions:

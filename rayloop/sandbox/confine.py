@@ -9,7 +9,7 @@ import socket
 import tempfile
 from typing import Any
 
-from rayloop.sandbox import kernel, landlock, seccomp
+from rayloop.sandbox import kernel, seccomp
 from rayloop.sandbox.options import Level
 
 CONNECTION = 3
@@ -48,8 +48,8 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
     tempfile.tempdir = folder
     _limit(settings, alone=level == Level.NAMESPACES or user is not None)
     if level != Level.PROCESS:
-        if landlock.version() or level == Level.FILTERED:
-            landlock.restrict([*settings["read"], *_DEVICES], [folder] if writing else [])
+        if kernel.landlock_version() or level == Level.FILTERED:
+            kernel.restrict([*settings["read"], *_DEVICES], [folder] if writing else [])
         seccomp.refuse_all_but(threads=level == Level.NAMESPACES and settings["threads"] > 0, writing=writing)
     return connection
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import select
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayloop.sandbox import bubblewrap, cells, fonts, frames, uids
+from rayloop.sandbox import bubblewrap, cells, frames
 from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
 
 _ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ class CodeResult:
 class Interpreter:
     """A Python that keeps its names between calls. Not for several threads at once. Ended by ``close``, or when a call failed."""
 
-    def __init__(self, connection: socket.socket, pidfd: int, user: uids.User | None, server: _Server) -> None:
+    def __init__(self, connection: socket.socket, pidfd: int, user: bubblewrap.User | None, server: _Server) -> None:
         self._connection, self._pidfd, self._user, self._server = connection, pidfd, user, server
         self._channel = frames.Channel(connection, frames.MOST_ANSWERED)
         self._lock, self.closed = threading.Lock(), False
@@ -250,9 +251,9 @@ class _Server:
         """Raises SandboxFailed with what the kernel, or an import, refused."""
         self._level, self._folder = level, ""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._user = uids.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
+        self._user = bubblewrap.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
         python = bubblewrap.python_folders()
-        letters = fonts.folder() if "matplotlib.pyplot" in options.preload else None
+        letters = fonts_folder() if "matplotlib.pyplot" in options.preload else None
         settings: dict[str, Any] = dataclasses.asdict(options) | {"level": level, "control": theirs.fileno(), "fonts": letters}
         system = (*bubblewrap.OF_USR, "/lib", "/lib64", *bubblewrap.SYSTEM)
         settings |= {"read": [*python, *_OWN, *system], "folder": "/tmp"}
@@ -297,7 +298,7 @@ class _Server:
     def spawn(self) -> Interpreter:
         """Raises SandboxFailed."""
         own = os.geteuid() == 0 and self._level != Level.NAMESPACES
-        user = uids.free_user() if own else None
+        user = bubblewrap.free_user() if own else None
         try:
             self._control.send(json.dumps({"user": user.number if user else None}).encode())
             text, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 2)
@@ -352,3 +353,19 @@ def _ready(descriptor: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
+
+
+_MAKE = "import matplotlib, matplotlib.font_manager; print(matplotlib.get_cachedir())"
+
+
+@functools.cache
+def fonts_folder() -> str | None:
+    """A folder with the list alone in it, or None: then each fork server makes its own, in some seconds."""
+    try:
+        made = subprocess.run([sys.executable, "-c", _MAKE], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    place = Path(made.stdout.strip().splitlines()[-1])
+    if not list(place.glob("fontlist-*.json")) or {found.suffix for found in place.iterdir()} - {".json", ".lock"}:
+        return None
+    return os.fspath(place)

@@ -15,7 +15,7 @@ import httpx
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from rayloop.judge.discovery import read_key
 from rayloop.judge.grader import Reply
-from rayloop.serve_apps.judge.settings import OpenAIBackendSettings
+from rayloop.serve_apps.settings import OpenAIBackendSettings
 
 TOP = 5
 """Alternatives of each token that the server is asked to return."""

@@ -17,11 +17,11 @@ from rayloop.core.threads import in_thread
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
 from rayloop.judge.discovery import READ
 from rayloop.judge.grader import Grader
-from rayloop.judge.labelled import CANARY_IMAGE, canary
 from rayloop.judge.prompt import IMAGES
+from rayloop.judge.rubric import CANARY_IMAGE, canary
 from rayloop.serve_apps.judge.openai_model import ChatAnswer, CompletionModel
-from rayloop.serve_apps.judge.settings import JudgeSettings
-from rayloop.serve_apps.metrics import RequestMetrics
+from rayloop.serve_apps.settings import JudgeSettings
+from rayloop.serve_apps.web import RequestMetrics
 
 T = TypeVar("T")
 

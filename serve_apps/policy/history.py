@@ -18,8 +18,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.threads import Cache
 from rayloop.core.traces import Trace
 from rayloop.core.types import Completion, ImageSource, Message, PromptImage, Sampling, TokenIds, Turn
-from rayloop.serve_apps.policy.api import ChatMessage
-from rayloop.serve_apps.policy.messages import message_of
+from rayloop.serve_apps.policy.api import ChatMessage, message_of
 
 
 @dataclass(frozen=True, slots=True)

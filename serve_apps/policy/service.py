@@ -17,12 +17,11 @@ from rayloop.core.failures import DataFailure, DeadlineExceeded, OverLongPrompt
 from rayloop.core.threads import in_thread
 from rayloop.core.traces import image_json
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, derive
-from rayloop.serve_apps.metrics import RequestMetrics
-from rayloop.serve_apps.policy.api import ChatMessage, ChatRequest
+from rayloop.serve_apps.policy.api import ChatMessage, ChatRequest, answer_of, images_of
 from rayloop.serve_apps.policy.engines import Engines
 from rayloop.serve_apps.policy.history import Conversation, Histories
-from rayloop.serve_apps.policy.messages import answer_of, images_of
-from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
+from rayloop.serve_apps.settings import PolicyEndpointSettings
+from rayloop.serve_apps.web import RequestMetrics
 
 
 class PolicyMetrics(RequestMetrics):

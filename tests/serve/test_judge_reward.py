@@ -26,9 +26,8 @@ from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
 from rayloop.judge.calibrate import DriftWatch, Gate, calibrate, drift_subset, failures, score
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.grader import Grader
-from rayloop.judge.labelled import calibration
 from rayloop.judge.reward import JudgeReward
-from rayloop.judge.rubric import FOLDER, load_rubrics
+from rayloop.judge.rubric import FOLDER, calibration, load_rubrics
 from rayloop.rewards.settings import RewardSettings
 from tests.support.judge_stub import JudgeStub, body, results, serving, slow, status, verdict
 

@@ -18,10 +18,10 @@ from rayloop.config.model import ModelSettings
 from rayloop.core.failures import WorkerLost
 from rayloop.core.traces import Trace, branches
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, TrajectoryId, Version
+from rayloop.serve_apps.policy.app import web
 from rayloop.serve_apps.policy.engines import Engines
-from rayloop.serve_apps.policy.http import web
 from rayloop.serve_apps.policy.service import PolicyService
-from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
+from rayloop.serve_apps.settings import PolicyEndpointSettings
 
 MODEL = ModelSettings(path=str(Path(__file__).parents[3] / "recipes/arc_vision/loose"))
 BROKEN = {"function": {"name": "f", "arguments": "{"}}
