@@ -8,9 +8,10 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -19,31 +20,23 @@ from fastapi.security import HTTPBearer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
+from ray.serve import Application
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.failures import ConfigError, DataFailure, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.files import new_secret
+from rayloop.serve_apps.settings import LimitSettings, PolicyLimits
 
 logger = logging.getLogger(__name__)
+
+Limits = LimitSettings | PolicyLimits
 
 OPEN = ("/healthz", "/openapi.json")
 """Paths that are answered without a key: whether the process lives, and the OpenAPI document."""
 RETRY_AFTER = 1
 """Seconds that a client should wait after a 503."""
-
-
-class BodyLimits(Protocol):
-    """Limits of one request's body: ``bytes``, and the seconds within which all of it must arrive."""
-
-    @property
-    def bytes(self) -> int:
-        """The most bytes."""
-        ...
-
-    @property
-    def body_seconds(self) -> float:
-        """The most seconds."""
-        ...
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Service(Protocol):
@@ -118,7 +111,7 @@ class Guard:
     It reads a body before the application is called, and never for an open path: a client without a key cannot occupy a replica.
     """
 
-    def __init__(self, app: ASGIApp, key: str, limits: BodyLimits, who: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, limits: Limits, who: str) -> None:
         """``key`` "" admits everybody; ``who`` names the application in errors ("the judge")."""
         self._app, self._key, self._limits, self._who = app, key.encode(), limits, who
 
@@ -212,7 +205,7 @@ KEY = [Depends(HTTPBearer(auto_error=False))]
 """Shows in the OpenAPI document that a route needs the key, which Guard checks."""
 
 
-def application(title: str, service: Service, key: str, limits: BodyLimits, who: str, invalid: int = 422) -> FastAPI:
+def application(title: str, service: Service, key: str, limits: Limits, who: str, invalid: int = 422) -> FastAPI:
     """An application with Guard, errors and the routes for health and metrics. ``key`` "" admits everybody."""
 
     @asynccontextmanager
@@ -222,7 +215,12 @@ def application(title: str, service: Service, key: str, limits: BodyLimits, who:
 
     app = FastAPI(title=title, version=version("rayloop"), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, key=key, limits=limits, who=who)
-    _add_errors(app, invalid)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return _answer(error, invalid)
+
+    for kind in (RequestValidationError, HTTPException, DataFailure, InfrastructureFailure):
+        app.add_exception_handler(kind, failed)
     not_ready: dict[int | str, dict[str, Any]] = {503: {"model": Readiness, "description": "Names the condition that fails."}}
 
     @app.get("/healthz")
@@ -242,38 +240,35 @@ def application(title: str, service: Service, key: str, limits: BodyLimits, who:
     return app
 
 
-def _add_errors(app: FastAPI, invalid: int) -> None:
-    """Answers to exceptions of routes; ``invalid`` is the status of a malformed request."""
+def deployed(name: str, replica: type, settings: Any, *, what: str, **options: Any) -> Application:
+    """The application of Ray Serve with this class of replica and its ``settings``; ``what`` names it in errors.
 
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return problem(invalid, "invalid", "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]))
-
-    async def refused(request: Request, error: HTTPException) -> Response:
-        answer = problem(error.status_code, "refused", str(error.detail))
-        answer.headers.update(error.headers or {})
-        return answer
-
-    async def bad_data(request: Request, error: DataFailure) -> Response:
-        return problem(invalid, "invalid", str(error))
-
-    async def unavailable(request: Request, error: InfrastructureFailure) -> Response:
-        code = "timeout" if isinstance(error, DeadlineExceeded) else "unavailable"
-        return problem(503, code, f"{type(error).__name__}: {error}")
-
-    handlers = {
-        RequestValidationError: malformed, HTTPException: refused, DataFailure: bad_data, InfrastructureFailure: unavailable,
-    }  # fmt: skip
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)  # type: ignore[arg-type] # each handler takes its own kind of exception
+    Makes the key file when it is missing. Raises ConfigError without a key, unless ``settings.insecure``.
+    """
+    if settings.key_file is not None:
+        new_secret(Path(settings.key_file), f"{what}'s key file")
+    elif not settings.insecure:
+        raise ConfigError("key_file: everybody who reaches the port could ask. Name a file, or set insecure: true on loopback")
+    if "backpressure_config" in inspect.signature(serve.deployment).parameters:  # since Ray 2.60
+        options["backpressure_config"] = {"retry_after_s": RETRY_AFTER}
+    ingress: Callable[[type], Any] = serve.ingress()
+    options |= {"max_queued_requests": settings.limits.queued, "health_check_period_s": 5, "health_check_timeout_s": 30}
+    return serve.deployment(name=name, **options)(ingress(replica)).bind(settings)
 
 
-def backpressure() -> dict[str, Any]:
-    """Options with which Serve's own 503, beyond ``queued``, has a ``Retry-After`` like ours; none before Ray 2.60."""
-    known = "backpressure_config" in inspect.signature(serve.deployment).parameters
-    return {"backpressure_config": {"retry_after_s": RETRY_AFTER}} if known else {}
-
-
-BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+def _answer(error: Exception, invalid: int) -> Response:
+    """The answer to an exception of a route; ``invalid`` is the status of a malformed request."""
+    match error:
+        case RequestValidationError():
+            return problem(invalid, "invalid", "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]))
+        case HTTPException():
+            answer = problem(error.status_code, "refused", str(error.detail))
+            answer.headers.update(error.headers or {})
+            return answer
+        case DataFailure():
+            return problem(invalid, "invalid", str(error))
+    code = "timeout" if isinstance(error, DeadlineExceeded) else "unavailable"
+    return problem(503, code, f"{type(error).__name__}: {error}")
 
 
 class Overloaded(InfrastructureFailure):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,7 +16,6 @@ from ray.serve import Application
 from starlette.exceptions import HTTPException
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.files import new_secret
 from rayloop.judge.api import JudgeBody, JudgeRequest, JudgeResponse, JudgeVersion
 from rayloop.judge.cache import VerdictCache
 from rayloop.judge.discovery import read_key
@@ -26,7 +24,7 @@ from rayloop.judge.rubric import FOLDER, load_rubrics
 from rayloop.serve_apps.judge.openai_model import CompletionModel, OpenAIModel
 from rayloop.serve_apps.judge.service import JudgeService
 from rayloop.serve_apps.settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
-from rayloop.serve_apps.web import KEY, RETRY_AFTER, ImagePart, TextPart, application, backpressure, documented, problem
+from rayloop.serve_apps.web import KEY, RETRY_AFTER, ImagePart, TextPart, application, deployed, documented, problem
 
 
 class Judge:
@@ -70,28 +68,16 @@ def built(settings: JudgeSettings) -> tuple[Grader, CompletionModel | None]:
 def app(args: dict[str, Any]) -> Application:
     """The application that Ray Serve runs; ``args`` are a JudgeSettings. Raises pydantic.ValidationError, ConfigError."""
     settings = JudgeSettings.model_validate(args)
-    if settings.key_file is not None:
-        new_secret(Path(settings.key_file), "the judge's key file")
-    elif not settings.insecure:
-        raise ConfigError("key_file: everybody who reaches the port could ask. Name a file, or set insecure: true on loopback")
     limits, replicas = settings.limits, settings.replicas
     scale: dict[str, Any] = {"num_replicas": replicas.min}
     if replicas.min < replicas.max:
         target = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": replicas.target}
         scale = {"autoscaling_config": target}
-    ingress: Callable[[type], Any] = serve.ingress()
-    deployment = serve.deployment(
-        name="Judge",
+    return deployed(
+        "Judge", Judge, settings, what="the judge", max_ongoing_requests=limits.ongoing,
         ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus(settings), "resources": replicas.resources},
-        max_ongoing_requests=limits.ongoing,
-        max_queued_requests=limits.queued,
-        health_check_period_s=5,
-        health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=min(limits.seconds, 60),
-        **scale,
-        **backpressure(),
-    )(ingress(Judge))
-    return deployment.bind(settings)
+        graceful_shutdown_timeout_s=min(limits.seconds, 60), **scale,
+    )  # fmt: skip
 
 
 def gpus(settings: JudgeSettings) -> int:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from ray import serve
 from ray.serve import Application
 
-from rayloop.core.failures import ConfigError, OverLongPrompt
-from rayloop.core.files import new_secret
+from rayloop.core.failures import OverLongPrompt
 from rayloop.judge.discovery import read_key
 from rayloop.serve_apps.policy.api import ChatRequest
 from rayloop.serve_apps.policy.engines import Engines
 from rayloop.serve_apps.policy.service import PolicyService
 from rayloop.serve_apps.settings import PolicyEndpointSettings
-from rayloop.serve_apps.web import KEY, application, backpressure, documented, problem
+from rayloop.serve_apps.web import KEY, application, deployed, documented, problem
 
 
 class PolicyReplica:
@@ -34,24 +31,10 @@ class PolicyReplica:
 
 def app(settings: PolicyEndpointSettings) -> Application:
     """The application that Ray Serve runs. Raises ConfigError without a key."""
-    if settings.key_file is not None:
-        new_secret(Path(settings.key_file), "the policy endpoint's key file")
-    elif not settings.insecure:
-        raise ConfigError("key_file: everybody who reaches the port could ask. Name a file, or serve loopback insecurely")
-    limits = settings.limits
-    ingress: Callable[[type], Any] = serve.ingress()
-    deployment = serve.deployment(
-        name="Policy",
-        ray_actor_options={"num_cpus": 0},
-        num_replicas=1,
-        max_ongoing_requests=2 * limits.held,
-        max_queued_requests=limits.queued,
-        health_check_period_s=5,
-        health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=5,
-        **backpressure(),
-    )(ingress(PolicyReplica))
-    return deployment.bind(settings)
+    return deployed(
+        "Policy", PolicyReplica, settings, what="the policy endpoint", ray_actor_options={"num_cpus": 0}, num_replicas=1,
+        max_ongoing_requests=2 * settings.limits.held, graceful_shutdown_timeout_s=5,
+    )  # fmt: skip
 
 
 ONCE = ("prompt_token_ids", "rayloop")
