@@ -99,7 +99,7 @@ def score(name: str, items: Sequence[Labelled], answers: Sequence[Result]) -> Sc
 
 
 def failures(found: Score, gate: Gate) -> list[str]:
-    """The conditions of the gate that a judge does not meet, in words; empty when it passes."""
+    """The conditions of the gate that a judge fails, in words; empty when it passes."""
     unscored = found.unscored / max(found.count + found.unscored, 1)
     checks: list[tuple[bool, str]] = [
         (found.accuracy >= gate.min_accuracy, f"accuracy {found.accuracy:.3f}, at least {gate.min_accuracy:g} wanted"),

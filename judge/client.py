@@ -122,8 +122,6 @@ class JudgeClient:
         await self.connection.close()
         self.cache.close()
 
-    # Waiting -------------------------------------------------------------------------------------------------------
-
     async def _introduce(self) -> None:
         """Ask for the fingerprint, once. A judge that does not answer now shows it with its first verdict."""
         try:
@@ -166,8 +164,6 @@ class JudgeClient:
         state = "" if self.breaker.state is BreakerState.CLOSED else " (the breaker is open)"
         return JudgeUnscored(kind=NoVerdict.TIMEOUT if late else NoVerdict.UNAVAILABLE, reason=f"{reason}{state}"[:1024])
 
-    # Asking --------------------------------------------------------------------------------------------------------
-
     async def _send_all(self) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -205,7 +201,9 @@ class JudgeClient:
                 again, failure = await self._send_once(batch)
             except JudgeRefused as error:
                 self._note(error)
-                return self._refused(batch, error)
+                if len(batch) > 1 and error.status in (400, 413, 422):
+                    return self._one_by_one(batch)  # a bad item spoils a batch
+                return _no_verdict(batch, NoVerdict.UNAVAILABLE, str(error))
             if failure is None:
                 self.last_error = None
                 self.breaker.succeeded()
@@ -247,12 +245,6 @@ class JudgeClient:
             else:
                 self._settle(question, result)
         return again, failure
-
-    def _refused(self, batch: list[_Question], error: JudgeRefused) -> None:
-        """Send the items one by one, since a bad one spoils a batch. An item that is refused alone has no verdict."""
-        if len(batch) > 1 and error.status in (400, 413, 422):
-            return self._one_by_one(batch)
-        _no_verdict(batch, NoVerdict.UNAVAILABLE, str(error))
 
     def _one_by_one(self, batch: list[_Question]) -> None:
         """Put the questions back to the front of the queue, each to be sent alone."""

@@ -18,7 +18,7 @@ from rayloop.core.threads import in_thread
 READ = 30.0
 """Seconds within which a shared file system must return a file."""
 PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
-"""Errors of a file system that is in trouble itself: another try may work."""
+"""Errors of the file system itself: another try may work."""
 
 
 def checked_url(text: str) -> str:

@@ -26,9 +26,9 @@ class BreakerState(IntEnum):
 
 
 class Breaker:
-    """Opens after ``failures`` in a row; then it awaits ``probe`` every ``interval`` seconds until that does not raise.
+    """Opens after ``failures`` in a row, until ``probe`` succeeds, which it awaits every ``interval`` seconds.
 
-    ``probe`` raises RayloopError while the judge is not well, and ``on_failure`` is called with that error.
+    ``probe`` raises RayloopError while the judge is not well; ``on_failure`` receives that error.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Breaker:
         """Count one more failure in a row, and open at the limit."""
         self._row += 1
         if self._row >= self.failures and self.state is BreakerState.CLOSED:
-            logger.warning("no more requests go to the judge until its canary is judged right: %s", error)
+            logger.warning("requests to the judge stop until its canary is judged right: %s", error)
             self._closed.clear()
             self._enter(BreakerState.OPEN)
             self._probing = asyncio.create_task(self._until_well())
@@ -107,7 +107,7 @@ class Canary:
         """
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
-            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, though nobody may wait
+            self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks it as seen
         await asyncio.shield(self._asking)
 
     async def recent(self) -> None:

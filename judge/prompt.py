@@ -21,7 +21,7 @@ from rayloop.judge.api import JudgeItem, VerdictKind
 from rayloop.judge.rubric import CANARY_IMAGE, Example, Rubric, canary_image
 
 VERSION = 2
-"""Part of the judge's fingerprint. Raise it with every change of the prompt; a test fails otherwise."""
+"""Part of the judge's fingerprint. Raise it with every change of the prompt."""
 _LONGEST = 80
 """Characters of the longest special token that is removed."""
 _SPECIAL = re.compile(
@@ -121,18 +121,16 @@ def _reply(example: Example) -> str:
 
 def _image(path: str) -> Mapping[str, Any]:
     """The image as a ``data:`` URL."""
-    if path == CANARY_IMAGE:
-        data = base64.b64encode(canary_image()).decode()
-        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     try:
-        data = base64.b64encode(Path(path).read_bytes()).decode()
+        data = canary_image() if path == CANARY_IMAGE else Path(path).read_bytes()
     except OSError as error:
         raise InfrastructureFailure(f"{path}: the image cannot be read: {error.strerror}") from error
-    return {"type": "image_url", "image_url": {"url": f"data:image/{IMAGES[Path(path).suffix.lower()]};base64,{data}"}}
+    kind = IMAGES[Path(path).suffix.lower()]
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(data).decode()}"}}
 
 
 REPLY_VERSION = 1
-"""Part of the judge's fingerprint. Raise it with every change of what a reply is read as; a test fails otherwise."""
+"""Part of the judge's fingerprint. Raise it with every change of the reading of replies."""
 SCORES = (0, 0.25, 0.5, 0.75, 1)
 """The scores that a scored rubric allows."""
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {"binary": ("verdict", ("correct", "incorrect")), "scored": ("score", SCORES)}

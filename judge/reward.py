@@ -248,7 +248,7 @@ class JudgeReward:
 
 
 def _report(checking: asyncio.Task[float | None]) -> None:
-    """Log the exception of a drift check, which nobody awaits."""
+    """Log the exception of a drift check, which is not awaited."""
     if not checking.cancelled() and (error := checking.exception()) is not None:
         logger.warning("the judge's drift could not be checked: %s: %s", type(error).__name__, error)
 

@@ -70,8 +70,8 @@ class VllmBackendSettings(SettingsModel):
     engine: VllmEngineSettings = VllmEngineSettings(max_model_len=8192)
     """As for rollouts. A rubric with its examples has 2,000 to 3,000 tokens."""
     revision: str | None = None
-    """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike. Set a commit in production, so
-    that every replica loads the same model whenever it starts."""
+    """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike. Set a commit, so that
+    every replica loads the same model whenever it starts."""
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply. Raise it for a slow model; below ``limits.seconds``."""
     max_tokens: int = Field(512, ge=16)

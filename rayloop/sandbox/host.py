@@ -1,7 +1,4 @@
-"""Outside of the sandbox: a fork server and its interpreters. Blocking calls with deadlines, from any thread.
-
-One ``Sandbox`` serves a whole process; its interpreters are independent of each other.
-"""
+"""Outside of the sandbox: a fork server and its interpreters. Calls block up to a deadline, and may come from any thread."""
 
 from __future__ import annotations
 
@@ -37,9 +34,10 @@ START, _HELLO, _END = 60.0, 20.0, 5.0
 
 @dataclass(frozen=True, slots=True)
 class CodeResult:
-    """What a call of an interpreter returned. The code itself may have written all of it, within the limits of
-    rayloop/sandbox/cells.py; beyond them the call raises CodeFailed. ``error``: the traceback of what the code raised; ``images``:
-    figures as PNG; ``dropped``: how many more there were; ``seconds``: as the interpreter measured."""
+    """What a call of an interpreter returned, all of which the code may have forged, within the limits of rayloop/sandbox/cells.py.
+
+    ``error``: the code's traceback; ``images``: PNG; ``dropped``: figures beyond the limit; ``seconds``: by its own clock.
+    """
 
     text: str
     error: str | None
@@ -57,16 +55,15 @@ class Interpreter:
         self._lock, self.closed = threading.Lock(), False
 
     def run(self, code: str, seconds: float) -> CodeResult:
-        """Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or spoiled its answer (either ends
-        it), SandboxFailed when the fork server is gone."""
+        """Run code. Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or forged a bad answer
+        (both end it), SandboxFailed when the fork server is gone."""
         began = time.monotonic()
         try:
-            result = _result(*self._ask("run", seconds, code=code), time.monotonic() - began)
+            if (result := _result(*self._ask("run", seconds, code=code), time.monotonic() - began)) is not None:
+                return result
         except frames.Refused:
-            result = None
-        if result is None:
-            raise self._spoiled("an answer that no interpreter gives")
-        return result
+            pass
+        raise self._spoiled("an answer that no interpreter gives")
 
     def images(self, named: Mapping[str, bytes], seconds: float) -> str | None:
         """Give code images under names, from PNG, JPEG or WebP. Returns why one cannot be read, else None. Raises as ``run``."""
