@@ -13,8 +13,8 @@ from pydantic import Field
 from rayloop.config.settings import SettingsModel
 from rayloop.judge.api import JudgeUnscored, JudgeVerdict, Result, VerdictKind
 from rayloop.judge.client import JudgeClient
-from rayloop.judge.metrics import DRIFT
 from rayloop.judge.rubric import Labelled, calibration
+from rayloop.judge.transport import DRIFT
 
 logger = logging.getLogger(__name__)
 

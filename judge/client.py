@@ -21,9 +21,18 @@ from rayloop.judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict,
 from rayloop.judge.cache import VerdictCache, cache_key
 from rayloop.judge.discovery import Find
 from rayloop.judge.health import Breaker, BreakerState, Canary
-from rayloop.judge.metrics import CACHE_HITS, CHANGES, RETRIES, VERDICTS, WAITING
 from rayloop.judge.rubric import Labelled, canary
-from rayloop.judge.transport import ConnectionSettings, JudgeConnection, JudgeRefused, Transient
+from rayloop.judge.transport import (
+    CACHE_HITS,
+    CHANGES,
+    RETRIES,
+    VERDICTS,
+    WAITING,
+    ConnectionSettings,
+    JudgeConnection,
+    JudgeRefused,
+    Transient,
+)
 
 logger = logging.getLogger(__name__)
 

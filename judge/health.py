@@ -10,9 +10,8 @@ from enum import IntEnum
 
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 from rayloop.judge.api import JudgeVerdict, Result
-from rayloop.judge.metrics import BREAKER, CANARY
 from rayloop.judge.rubric import Labelled
-from rayloop.judge.transport import JudgeConnection
+from rayloop.judge.transport import BREAKER, CANARY, JudgeConnection
 
 logger = logging.getLogger(__name__)
 

@@ -16,15 +16,15 @@ from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailur
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.judge.answers import How, extract
 from rayloop.judge.api import MAX_IMAGES, BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
 from rayloop.judge.calibrate import DriftWatch
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.grader import decide
-from rayloop.judge.metrics import EXCLUDED
 from rayloop.judge.prompt import sanitise
 from rayloop.judge.rubric import FOLDER, canary, load_rubrics
 from rayloop.judge.rules import decision as rules
+from rayloop.judge.rules.plain import How, extract
+from rayloop.judge.transport import EXCLUDED
 
 logger = logging.getLogger(__name__)
 

@@ -149,22 +149,19 @@ class Guard:
 
     async def _body(self, receive: Receive) -> bytes | Response | None:
         """The whole body, None when the client went away, or the answer to one that is too large or too slow."""
+        chunks, size, more = list[bytes](), 0, True
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                return await self._chunks(receive)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    chunks.append(message.get("body", b""))
+                    size, more = size + len(chunks[-1]), message.get("more_body", False)
+                    if size > self._limits.bytes:
+                        return problem(413, "too_large", f"the body has more than {self._limits.bytes} bytes")
         except TimeoutError:
             return problem(408, "too_slow", f"the body was not there within {self._limits.body_seconds:g} s")
-
-    async def _chunks(self, receive: Receive) -> bytes | Response | None:
-        chunks, size, more = list[bytes](), 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            chunks.append(message.get("body", b""))
-            size, more = size + len(chunks[-1]), message.get("more_body", False)
-            if size > self._limits.bytes:
-                return problem(413, "too_large", f"the body has more than {self._limits.bytes} bytes")
         return b"".join(chunks)
 
     def _refused(self, scope: Scope) -> Response | None:

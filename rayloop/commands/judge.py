@@ -74,7 +74,7 @@ def client_settings(arguments: argparse.Namespace) -> ClientSettings:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    print(asyncio.run(check(client_settings(arguments))))
+    print(asyncio.run(_ready(client_settings(arguments))))
     return 0
 
 
@@ -95,7 +95,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0 if asyncio.run(ask()) else 1
 
 
-async def check(settings: ClientSettings) -> str:
+async def _ready(settings: ClientSettings) -> str:
     """One line that describes a ready judge. Raises InfrastructureFailure with one line, ConfigError for a bad key file."""
     connection = JudgeConnection(settings)
     try:

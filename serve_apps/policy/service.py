@@ -24,17 +24,6 @@ from rayloop.serve_apps.settings import PolicyEndpointSettings
 from rayloop.serve_apps.web import RequestMetrics
 
 
-class PolicyMetrics(RequestMetrics):
-    """The metrics of the one replica. Each series has the label ``run``."""
-
-    def __init__(self, run: str, limit: int) -> None:
-        super().__init__("policy", {"run": run}, "answers", limit)
-        self.prompted: Counter = self.one(Counter, "prompt_tokens", "Tokens of prompts, each prompt once.")
-        self.sampled: Counter = self.one(Counter, "sampled_tokens", "Tokens of answers.")
-        self.engines: Gauge = self.one(Gauge, "engines", "Engines that serve weights.")
-        self.step: Gauge = self.one(Gauge, "weight_step", "The step of the newest weights that an engine serves; -1: none.")
-
-
 class PolicyService:
     """Answers chats with the run's engines, within the limits. Inside ``running`` it keeps looking for engines."""
 
@@ -43,7 +32,11 @@ class PolicyService:
         self.renderer = Renderer(settings.model)
         self._histories = Histories(self.renderer, settings.limits.history)
         self._began = int(time.time())
-        self._metrics = PolicyMetrics(settings.run, settings.limits.held)
+        self._metrics = metrics = RequestMetrics("policy", {"run": settings.run}, "answers", settings.limits.held)
+        self._prompted: Counter = metrics.one(Counter, "prompt_tokens", "Tokens of prompts, each prompt once.")
+        self._sampled: Counter = metrics.one(Counter, "sampled_tokens", "Tokens of answers.")
+        self._serving: Gauge = metrics.one(Gauge, "engines", "Engines that serve weights.")
+        self._step: Gauge = metrics.one(Gauge, "weight_step", "The step of the newest weights that an engine serves; -1: none.")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -58,8 +51,8 @@ class PolicyService:
     def scrape(self) -> bytes:
         """The metrics in Prometheus' text format."""
         version = self.engines.version
-        self._metrics.engines.set(len(self.engines.serving))
-        self._metrics.step.set(-1 if version is None else version.step)
+        self._serving.set(len(self.engines.serving))
+        self._step.set(-1 if version is None else version.step)
         return self._metrics.text()
 
     def model(self) -> dict[str, Any]:
@@ -123,8 +116,8 @@ class PolicyService:
         """The keys of an answer beside its id and its choices."""
         oldest = min(completion.version for completion in completions)
         prompt, sampled = conversation.token_ids, sum(len(one.token_ids) for one in completions)
-        self._metrics.prompted.inc(len(prompt))
-        self._metrics.sampled.inc(sampled)
+        self._prompted.inc(len(prompt))
+        self._sampled.inc(sampled)
         return {
             "object": "chat.completion", "created": int(time.time()), "model": self.settings.run,
             "system_fingerprint": f"{self.settings.run}@{oldest}",

@@ -24,7 +24,7 @@ from rayloop.cli import parsed
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.files import new_secret
-from rayloop.judge import metrics as judge_metrics
+from rayloop.judge import transport as judge_metrics
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict
 from rayloop.judge.grader import Grader
 from rayloop.judge.rubric import FOLDER, load_rubrics
