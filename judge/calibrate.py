@@ -142,10 +142,7 @@ class DriftWatch:
         self.first: dict[str, VerdictKind] = {}
 
     async def check(self) -> float | None:
-        """The share of verdicts that differ from an item's first; None when no item has an earlier one.
-
-        Warns beyond the tolerance.
-        """
+        """The share of verdicts that differ from an item's first, with a warning beyond the tolerance; None for the first check."""
         answers = await measure(self.client, self.items, self.patience, fresh=True)
         pairs = zip(self.items, answers, strict=True)
         now = {one.id: answer.verdict for one, answer in pairs if isinstance(answer, JudgeVerdict)}

@@ -100,10 +100,7 @@ class Canary:
         self._ended = 0.0
 
     async def ask(self) -> None:
-        """Check the judge, together with a check that is under way.
-
-        Raises InfrastructureFailure unless all verdicts are right, ConfigError for an unusable key file.
-        """
+        """Check the judge, once for all callers. Raises InfrastructureFailure for wrong verdicts, ConfigError for the key file."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks it as seen

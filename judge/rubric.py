@@ -143,10 +143,7 @@ def calibration() -> list[Labelled]:
 
 
 def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
-    """A few items, right and wrong ones, whose verdict is beyond doubt. The model itself judges them, not rules or caches.
-
-    For each of ``rubrics`` that shows images there are some with an image: a model that cannot see fails them.
-    """
+    """A few items with a certain verdict, for the model itself; some have an image for each of ``rubrics`` that shows images."""
     found = _shipped("canary.jsonl")
     for rubric in rubrics:
         if rubric.sees_images:

@@ -116,6 +116,7 @@ class Guard:
         self._app, self._key, self._limits, self._who = app, key.encode(), limits, who
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         if (refusal := self._refused(scope)) is not None:
@@ -273,10 +274,8 @@ class Overloaded(InfrastructureFailure):
 
 
 class RequestMetrics:
-    """The metrics of one replica. ``prefix`` ("judge") begins every name; ``owner`` are labels of every series.
-
-    ``held`` names what a replica holds ("items"), of which it accepts at most ``limit`` at once.
-    """
+    """The metrics of one replica, which holds at most ``limit`` of ``held`` ("items"). ``prefix`` ("judge") begins every name,
+    ``owner`` are labels of every series."""
 
     def __init__(self, prefix: str, owner: Mapping[str, str], held: str, limit: int) -> None:
         self.registry = CollectorRegistry()
@@ -303,10 +302,7 @@ class RequestMetrics:
 
     @contextmanager
     def holding(self, count: int) -> Iterator[None]:
-        """Hold the work of one request while the block runs. Raises Overloaded when it does not fit.
-
-        A request that alone is larger than the limit is accepted while nothing else is held.
-        """
+        """Hold the work of one request while the block runs. Raises Overloaded when it does not fit beside other work."""
         if self._held and self._held + count > self._limit:
             raise Overloaded(f"{self._held} {self._what} are held, limits.held is {self._limit}")
         self._add(count)

@@ -47,10 +47,7 @@ class ServeFailed(InfrastructureFailure):
 
 
 def serve_judge(file: ServeFile, address: str | None, temporary: str | None, announced: Path) -> int:
-    """Serve in the cluster at ``address``, or in a private one, until SIGTERM or SIGINT. Returns 0.
-
-    Raises ServeFailed, and ConfigError when Ray Serve is used there in a way that leaves no room for this judge.
-    """
+    """Serve in the cluster at ``address``, or in its own, until SIGTERM or SIGINT. Raises ServeFailed, ConfigError (``room``)."""
     (application,) = file.applications
     settings, replicas = application.args, application.args.replicas
     each = {"CPU": replicas.cpus, "GPU": judge.gpus(settings), **replicas.resources}
@@ -85,8 +82,7 @@ def serve_policy(
 ) -> int:  # fmt: skip
     """Serve the run in ``namespace``, or the one called ``name``, of the cluster at ``address`` until a signal or the run's end.
 
-    ``alive`` returns whether the run lives. Returns 0. Raises ConfigError when there is no such run or no room for another
-    application, ServeFailed.
+    ``alive`` returns whether the run lives. Raises ServeFailed, and ConfigError without such a run, or without ``room``.
     """
     key = None if key_file is None else str(key_file.resolve())
 

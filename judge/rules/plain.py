@@ -194,10 +194,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
 def extract(text: str, how: How) -> str | None:
-    """The answer, stripped; None when the text has none in this form. Of several the last one counts.
-
-    ``tagged_box`` is a box inside an answer block, or the block's text when it has no box.
-    """
+    """The last answer in this form, stripped; None without one. ``tagged_box``: a box in an answer block, or the whole block."""
     match how:
         case "whole":
             return text.strip()

@@ -101,10 +101,7 @@ class JudgeService:
         return self.metrics.text()
 
     def _checked(self, items: Sequence[JudgeItem]) -> Sequence[JudgeItem]:
-        """The items with the real paths of their images, so that the file that was checked is the one that is read.
-
-        Raises DataFailure.
-        """
+        """The items with the real paths of their images: the checked file is the one that is read. Raises DataFailure."""
         for item in items:
             if item.rubric not in self.grader.rubrics:
                 raise DataFailure(item.rubric, f"no such rubric; there are {', '.join(self.grader.rubrics)}")

@@ -142,10 +142,7 @@ class ChatRequest(BaseModel):
 
 
 def message_of(message: ChatMessage, calls: bool = True) -> Message:
-    """The message in our form; with ``calls`` its calls of tools are the text that a policy writes for them.
-
-    Raises DataFailure for an image that is no base64, or arguments that are no JSON object.
-    """
+    """The message in our form; with ``calls`` its calls of tools become text. Raises DataFailure for bad base64 or arguments."""
     content = message.content
     parts: list[str | ImageSource] = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
     if calls:

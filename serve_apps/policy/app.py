@@ -87,10 +87,7 @@ def web(service: PolicyService, key: str) -> FastAPI:
 
 
 def _chunks(answer: Mapping[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
-    """A whole answer as OpenAI's chunks: two for each choice, its message and why it ended; with ``usage`` one more at the end.
-
-    They come together, since a run's engines answer whole turns: streaming is for clients that only read streams.
-    """
+    """A whole answer as OpenAI's chunks: two for each choice, its message and why it ended; with ``usage`` one more at the end."""
     common = {key: value for key, value in answer.items() if key not in ("choices", "usage", *ONCE)}
     common |= {"object": "chat.completion.chunk"} | ({"usage": None} if usage else {})
     once = {key: answer[key] for key in ONCE if key in answer}

@@ -64,9 +64,9 @@ class PolicyService:
         }  # fmt: skip
 
     def trace(self, name: str) -> dict[str, Any] | None:
-        """The conversation up to the answer ``<id>/<choice>``: ``rayloop.core.traces.Trace`` as JSON, with its sampling.
+        """The ``Trace`` up to the answer ``<id>/<choice>`` as JSON, with its sampling; None when it is unknown.
 
-        None when the answer is not known (any more). Raises DataFailure when its tokens are not those that were sampled.
+        Raises DataFailure when its tokens are not those that were sampled.
         """
         known = self._histories.named(name)
         if known is None or known.sampling is None:
@@ -75,11 +75,7 @@ class PolicyService:
         return {**known.trace().json(), "sampling": sampling, "image_token": self.renderer.image_token}
 
     async def chat(self, asked: ChatRequest) -> dict[str, Any]:
-        """A chat completion.
-
-        Raises DataFailure for what cannot be asked, OverLongPrompt, Overloaded, DeadlineExceeded, and InfrastructureFailure when
-        the engines fail.
-        """
+        """A chat completion. Raises DataFailure, OverLongPrompt, Overloaded, DeadlineExceeded, InfrastructureFailure."""
         limits = self.settings.limits
         late = DeadlineExceeded(f"no answer within limits.seconds ({limits.seconds:g} s): {self.engines.why or 'busy'}")
         with self._metrics.request("chat"):

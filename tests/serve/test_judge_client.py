@@ -332,7 +332,7 @@ def test_a_file_system_in_trouble_is_waited_for(stub: JudgeStub, tmp_path: Path,
 
 
 def test_an_announced_key_lies_beside_the_announcement_or_is_named(stub: JudgeStub, tmp_path: Path) -> None:
-    """Else whoever writes judge.json is sent any file that looks like a key."""
+    """Otherwise an account that writes judge.json receives any file that looks like a key."""
     secret, entry = tmp_path / "token", tmp_path / "shared" / "judge.json"
     secret.write_text("hf_SECRET", encoding="utf-8")
     secret.chmod(0o600)

@@ -162,7 +162,7 @@ def test_a_judge_that_is_gone_ends_the_run(policy: str) -> None:
 
 def test_a_request_that_the_judge_refuses_ends_the_run_and_is_no_reward(stub: JudgeStub) -> None:
     stub.always = status(422)
-    with pytest.raises(RewardLost, match=r"HTTP 422.*told to fail"):
+    with pytest.raises(RewardLost, match=r"HTTP 422.*asked to fail"):
         rewards(stub.url, "crimson")
 
 
