@@ -12,7 +12,7 @@ from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.judge.answers import extract
+from rayloop.judge.rules.plain import extract
 from rayloop.recipes.pyvision import original
 from rayloop.recipes.pyvision.data import answered
 from rayloop.recipes.pyvision.verifiers import Asked, Judged, Kind, Verifiers, at_once

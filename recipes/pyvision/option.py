@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.judge.answers import extract
+from rayloop.judge.rules.plain import extract
 from rayloop.judge.rules.question import Question
 from rayloop.recipes.pyvision.verifiers import decided
 

@@ -15,8 +15,8 @@ from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.judge.answers import boxed, extract
 from rayloop.judge.rules.decision import mean_relative_accuracy
+from rayloop.judge.rules.plain import boxed, extract
 from rayloop.recipes.pyvision import original
 from rayloop.recipes.pyvision.data import answered
 from rayloop.recipes.pyvision.verifiers import SOURCES, Asked, Judged, Kind, Verifiers, at_once

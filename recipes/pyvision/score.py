@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayloop.core.types import Message, Task
-from rayloop.judge.answers import extract
+from rayloop.judge.rules.plain import extract
 from rayloop.recipes.pyvision import original
 from rayloop.rewards.saved import OfflineScoring, Saved, played, texts_of, truth_of
 

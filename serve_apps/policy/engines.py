@@ -83,10 +83,7 @@ class Engines:
         return max((engine.version for engine in self.serving if engine.version is not None), default=None)
 
     async def sample(self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """One answer for each seed. Requests to an engine that is lost go to another one.
-
-        Waits while there is no engine, so the caller must set a deadline. Raises the engine's own errors.
-        """
+        """One answer for each seed, from another engine after a loss. Waits for an engine. Raises the engine's errors."""
         answers: dict[int, Completion] = {}
         while missing := [seed for seed in dict.fromkeys(seeds) if seed not in answers]:
             engine = await self._free()

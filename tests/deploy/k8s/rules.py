@@ -24,7 +24,7 @@ from rayloop.run.demand import bundles
 from rayloop.run.lifetime import PreemptionSettings
 from rayloop.run.preflight import lasting
 from rayloop.serve_apps.judge.app import gpus
-from rayloop.serve_apps.judge.settings import JudgeSettings
+from rayloop.serve_apps.settings import JudgeSettings
 from tests.deploy.k8s.kuberay import refusals
 from tests.deploy.k8s.schemas import ROOT
 

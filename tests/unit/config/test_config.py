@@ -22,7 +22,7 @@ from rayloop.config.settings import Component, SettingsModel, check_components, 
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
 from rayloop.run.lifetime import RecoverySettings
-from rayloop.serve_apps.judge.settings import ServeFile
+from rayloop.serve_apps.settings import ServeFile
 from rayloop.sft.stage import SftConfig
 from rayloop.transports.settings import CudaIpcTransport
 from tests.support.runs import set_key, settings
