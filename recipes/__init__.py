@@ -9,9 +9,12 @@ Below ``datasets/`` are maps of published data sets: ``data prepare`` writes eac
 
 from __future__ import annotations
 
+import json
 import pkgutil
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 def having(module: str) -> list[str]:
@@ -36,3 +39,13 @@ def benchmarks() -> dict[str, Path]:
 
 def _files(kind: str) -> dict[str, Path]:
     return dict(sorted((path.stem, path) for folder in __path__ for path in Path(folder).glob(f"*/{kind}/*.yaml")))
+
+
+def write_rows(out: Path, split: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write ``out/SPLIT.jsonl`` and print how many rows it has. Returns the file."""
+    file = out / f"{split}.jsonl"
+    lines = [json.dumps(row) + "\n" for row in rows]
+    out.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(lines), encoding="utf-8")
+    print(f"{file}: {len(lines)} rows")
+    return file

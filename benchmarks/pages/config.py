@@ -73,9 +73,9 @@ COMPONENTS = {
         "rayloop.envs.osworld.environment:OSWorld",
         "rayloop.envs.scripted:ScriptedTool",
     ),
-    ("Curricula", "data.order"): ("rayloop.run.order:BySolveRate", "rayloop.recipes.arc_vision.curriculum:LargeFirst"),
+    ("Curricula", "data.order"): ("rayloop.run.order:BySolveRate", "rayloop.recipes.arc_vision.data:LargeFirst"),
     ("Blind priors", "evaluation.blind"): (
-        "rayloop.recipes.arc_vision.controls:BlindBox",
+        "rayloop.recipes.arc_vision.boxes:BlindBox",
         "rayloop.recipes.chart_rvr.controls:BlindChart",
     ),
     ("Boxes to draw", "report.boxes"): ("rayloop.recipes.arc_vision.boxes:GroundingBoxes",),

@@ -15,7 +15,7 @@ from rayloop.data.images import decode, probe
 from rayloop.envs.instance import Instance
 from rayloop.envs.kinds import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
-from rayloop.view.terminal import Colours, blocks, colours
+from rayloop.view.pictures import Colours, blocks, colours
 from rayloop.view.words import visible
 
 QUIT = ("quit", "exit")

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError
-from rayloop.view.files import write_files
-from rayloop.view.page import write_page
+from rayloop.view.page import write_files, write_page
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -27,8 +27,7 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.data.rows import rows
 from rayloop.measure.calibration import calibration_error
 from rayloop.measure.intervals import interval
-from rayloop.rewards.functions import around
-from rayloop.rewards.outcomes import as_outcome
+from rayloop.rewards.functions import around, as_outcome
 from rayloop.rewards.saved import OfflineScoring, Saved
 
 TOGETHER = 512

@@ -22,11 +22,9 @@ from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.filtering import Enough, generation_verdict
-from rayloop.rollout.finished import FinishedGroups, Quarantine
-from rayloop.rollout.group_rollout import GroupRequest, GroupRollout, Player
+from rayloop.rollout.finished import FinishedGroups, Quarantine, ReadyGroups
 from rayloop.rollout.plain import Own
-from rayloop.rollout.ready import ReadyGroups
-from rayloop.rollout.scheduler import GroupScheduler
+from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupScheduler, Player
 from rayloop.run.config import RunConfig
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.rows import Reports

@@ -6,20 +6,113 @@ nothing in flight survives a weight sync. Otherwise groups start whenever the st
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, replace
-from typing import Any
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Protocol
 
 from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import Task
+from rayloop.core.protocols import EngineHealth
+from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version, derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
-from rayloop.grpo.staleness import open_slots
-from rayloop.rollout.group_rollout import GroupRequest
+from rayloop.grpo.staleness import is_due, open_slots
 from rayloop.run.config import RunConfig
 from rayloop.run.order import Order
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """A group to play: its number, its task's index in the dataset, and how often that task was visited before."""
+
+    number: int
+    index: int
+    visit: int
+
+    def ids(self, size: int) -> list[TrajectoryId]:
+        """Of its ``size`` trajectories."""
+        return [TrajectoryId(self.number, sample) for sample in range(size)]
+
+
+class Player(Protocol):
+    """Plays and scores groups, whatever dies meanwhile (cluster/supervision/attempts.py)."""
+
+    async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
+        """The members of a group. ``step``: the one that they are meant for. ``begins`` is called whenever an episode is let into
+        the engines."""
+
+
+def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[RolloutRequest]:
+    """The episodes of one group: what each samples follows from the run's seed, the task, the sample and the visit."""
+    sampling = config.rollout.sampling.sampling()
+    cohort = len(ids) if config.rollout.deterministic else None
+    return [RolloutRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
+
+
+class GroupRollout:
+    """Plays groups for the version that the engines serve. ``changed`` is called when an episode begins once more.
+
+    An episode's staleness counts from its first token. The driver learns that token's version when the episode ends; until
+    then it takes the version at which the episode was let into the engines, which is that one or an older one.
+    """
+
+    def __init__(self, config: RunConfig, changed: Callable[[], None]) -> None:
+        self.config, self._changed = config, changed
+        self.version = Version(0, 0)
+        self._began: dict[int, dict[int, Version]] = {}
+        self._versions: Counter[Version] = Counter()
+        """How many of those episodes each version began: thousands are in flight, of a few versions."""
+
+    async def play(self, request: GroupRequest, task: Task, player: Player) -> Group:
+        """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
+        asked = requests(self.config, task, request.ids(self.config.algorithm.group_size), request.visit)
+        self._began[request.number] = {}
+        members = await player.play(asked, self.version.step, self._begins)
+        for member in members:
+            self._ended(member)
+        return Group(request.number, task, tuple(members))
+
+    def _begins(self, request: RolloutRequest) -> None:
+        if self._set(request.id, self.version):
+            self._changed()
+
+    def _ended(self, member: Member) -> None:
+        self._set(member.summary.id, member.summary.first_version if isinstance(member.outcome, Scored) else None)
+
+    def _set(self, id: TrajectoryId, version: Version | None) -> bool:
+        """Which version began an episode; None: there is none to count. Returns whether there was one before."""
+        began = self._began[id.group]
+        if before := began.pop(id.sample, None):
+            self._forget(before)
+        if version is not None:
+            began[id.sample] = version
+            self._versions[version] += 1
+        return before is not None
+
+    def _forget(self, version: Version) -> None:
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
+
+    def any_due(self, training: Version, inherited: Mapping[int, int]) -> bool:
+        """Whether a group holds what ``training`` is the last version to train on."""
+        limit = self.config.algorithm.staleness.max_staleness
+        return any(is_due(first, training, limit, inherited) for first in self._versions)
+
+    def forget(self, request: int) -> None:
+        """Count a group's episodes no longer."""
+        for version in self._began.pop(request).values():
+            self._forget(version)
+
+    def clear(self) -> None:
+        """Count no episode any longer."""
+        self._began.clear()
+        self._versions.clear()
 
 
 class GroupScheduler:
@@ -160,3 +253,61 @@ class GroupScheduler:
         self.one_round = state["one_round"]
         self.issued_this_step, self._made_up_for = state["issued_this_step"], state["made_up_for"]
         self.quarantined = set(state["quarantined"])
+
+
+FULL = 0.9
+"""Share of an engine's cache from which on requests that wait mean that there are too many episodes."""
+GROWTH = 1.25
+"""Factor between two looks, while every admitted episode fits."""
+
+
+class ConcurrencyLimit:
+    """A limit without a setting: infinite, or what is given, until an engine's cache is full and requests wait for room in it.
+
+    Engines without a cache that can run out (``EngineHealth.cache`` None) never set it.
+    """
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit = limit
+        self.inside = 0
+        self.metrics: dict[str, float] = {}
+        """What the engines said last."""
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    @asynccontextmanager
+    async def room(self, episodes: int = 1) -> AsyncIterator[None]:
+        """For so many episodes, which are let in together. Waits until there is room for one of them; first come, first served."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, episodes))
+        self._let_in()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.cancelled():
+                self._waiting = deque(other for other in self._waiting if other[0] is not turn)
+            else:
+                self.inside -= episodes
+            self._let_in()
+
+    def observe(self, engines: Sequence[EngineHealth]) -> None:
+        """Adapt the limit to what the engines say: down to the episodes that they really decode, up by ``GROWTH``."""
+        caches = [engine.cache for engine in engines if engine.cache is not None]
+        if not caches:
+            return
+        running, waiting = sum(engine.running for engine in engines), sum(engine.waiting for engine in engines)
+        self.metrics = {"rollout/cache": max(caches), "rollout/waiting": float(waiting)}
+        if waiting and max(caches) >= FULL:
+            self.limit = max(len(caches), math.floor(self.inside * running / (running + waiting)))
+        elif not waiting and max(caches) < FULL and self.inside >= self.limit:
+            self.limit = math.ceil(self.limit * GROWTH)
+            self._let_in()
+        if self.limit < math.inf:
+            self.metrics["rollout/in_flight_limit"] = float(self.limit)
+
+    def _let_in(self) -> None:
+        while self._waiting and self.inside < self.limit:
+            turn, episodes = self._waiting.popleft()
+            if not turn.done():
+                self.inside += episodes
+                turn.set_result(None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,7 +52,3 @@ def compared(out: Path, split: str) -> str:
         return f"equal to the {len(theirs)} shipped rows"
     more = f"\n  and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
     return f"{len(different)} differences from the shipped rows:\n  " + "\n  ".join(different[:SHOWN]) + more
-
-
-if __name__ == "__main__":
-    sys.exit(main())

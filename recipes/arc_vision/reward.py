@@ -20,8 +20,7 @@ from rayloop.core.protocols import Box, ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.recipes.arc_vision.boxes import Size, answered, area, grounding, parse_box
 from rayloop.recipes.arc_vision.data import box
-from rayloop.recipes.arc_vision.original import library_box, library_small, looks_like_box, trained_box, true_box
-from rayloop.recipes.arc_vision.simulated import step_rewards
+from rayloop.recipes.arc_vision.original import library_box, library_small, looks_like_box, step_rewards, trained_box, true_box
 
 _CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*(%?)\s*</confidence>")
 ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {"original": trained_box, "library": library_box}

@@ -15,7 +15,7 @@ from typing import Any
 
 from rayloop.core.failures import ConfigError
 from rayloop.envs.osworld.environment import rows
-from rayloop.recipes.splits import write_rows
+from rayloop.recipes import write_rows
 
 NEEDED = {"id", "instruction", "evaluator"}
 """Keys of a task."""

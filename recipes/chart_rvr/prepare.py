@@ -6,16 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError
+from rayloop.recipes import write_rows
 from rayloop.recipes.chart_rvr import charts as large
 from rayloop.recipes.chart_rvr import small
 from rayloop.recipes.chart_rvr.charts import Chart
-from rayloop.recipes.splits import write_rows
 
 ROWS = {"train": 600, "val": 60, "test": 120, "warm": 0}
 SMALL = {"train": 1000, "val": 64, "test": 192, "warm": 0}
@@ -78,7 +77,3 @@ def write(out: Path, split: str, made: Sequence[Chart], save: Callable[[Chart, P
         for i, (one, image) in enumerate(zip(made, images, strict=True))
     ]  # fmt: skip
     return write_rows(out, split, rows)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,7 @@ from typing import Any
 
 from rayloop.core.types import Task
 from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
-from rayloop.recipes.chart_rvr.rewards.reading import parts
-from rayloop.recipes.chart_rvr.rewards.sample import PUBLISHED, SEVEN
+from rayloop.recipes.chart_rvr.rewards.reading import PUBLISHED, SEVEN, parts
 from rayloop.rewards.saved import OfflineScoring, Saved, parsed, texts_of, truth_of
 
 LABELS = ("label", "gold", "ground_truth", "truth", "answer")

@@ -21,8 +21,7 @@ from rayloop.config.settings import Component, SettingsModel, check_components, 
 from rayloop.core.groups import Outcome, Scored, Unscored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
-from rayloop.rewards.functions import Per, around, as_source
-from rayloop.rewards.outcomes import as_outcome, as_outcomes
+from rayloop.rewards.functions import Per, around, as_outcome, as_outcomes, as_source
 from rayloop.rewards.settings import ROLES, RewardSettings
 from tests.support.judge_stub import JudgeStub, serving
 from tests.support.pages import write_snippets

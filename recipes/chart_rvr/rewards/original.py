@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from rayloop.recipes.chart_rvr.rewards.sample import SEVEN, ChartSample, Paid, Pair, Process
+from rayloop.recipes.chart_rvr.rewards.reading import SEVEN, ChartSample, Paid, Pair, Process
 
 _TAGS = ("<type>", "</type>", "<think>", "</think>", "<answer>", "</answer>", "<table>", "</table>")
 _ONCE = (*_TAGS, "<think>\n<type>", "</type>\n<table>")
