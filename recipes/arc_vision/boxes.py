@@ -1,4 +1,4 @@
-"""Boxes: read the answer, compare it with the truth, and draw both over a screenshot.
+"""Boxes: read the answer and compare it with the truth; and the best constant box per instruction.
 
 An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in its
 pixels. Of several the last counts. Other notations and corners in the wrong order are no box: nothing is guessed.
@@ -126,9 +126,8 @@ class BlindBox:
             boxes = self._known[key][: self._settings.rows]
             middle: Box = tuple(median(box[i] for box in boxes) for i in range(4))  # type: ignore[assignment]
             self._best[key] = max([middle, *boxes], key=lambda candidate: mean(iou(candidate, box) for box in boxes))
-        answer, truth = self._best[key], task.ground_truth
-        overlap = iou(answer, truth)
-        return Scored(overlap, {"iou": overlap, "click": float(click_hits(answer, truth)), "format": 1.0})
+        components = grounding(self._best[key], task.ground_truth)
+        return Scored(components["iou"], components)
 
 
 def _keys(task: Task) -> list[tuple[str, ...]]:

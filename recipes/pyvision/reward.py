@@ -57,9 +57,7 @@ class PyVisionReward:
     def __init__(self, settings: PyVisionReward.Settings) -> None:
         """Raises ConfigError when math-verify is asked for and not installed."""
         self._settings = settings
-        self._verifiers = Verifiers(settings.verifiers, settings.accuracy, settings.math_timeout)
-        if "math" in settings.verifiers.values():
-            _ = self._verifiers.math  # refuses at once what would fail later
+        self._verifiers = Verifiers(settings.verifiers, settings.accuracy, settings.math_timeout, settings.verifiers)
         self.infrastructure = self._verifiers.infrastructure
         self.transcript = settings.variant == "original"
 
@@ -103,12 +101,10 @@ class PyVisionReward:
         components["format"] = 1.0
         if published == "multi_task_verifier" and source not in original.EXAMPLES:
             return Scored(0.0, components, ("raised", "UnboundLocalError"))
-        alone = replace(context, texts=[answered(answer)])
-        asked = Asked(answer, trajectory, task, alone)
+        asked = Asked(answer, trajectory, task, replace(context, texts=[answered(answer)]))
         if published == "general_verifier":
             return self._never_failing(asked, components)
-        judged = self._verifiers.asked(asked)
-        return at_once(judged, lambda found: self._paid(found, components, long=len(answer) >= LONGEST))
+        return at_once(self._verifiers.asked(asked), lambda found: self._paid(found, components, long=len(answer) >= LONGEST))
 
     def _first_numbers(self, response: str, task: Task, components: Mapping[str, float]) -> Outcome:
         said, true = original.first_number(response), original.first_number(task.ground_truth)
@@ -125,9 +121,12 @@ class PyVisionReward:
             found = found if isinstance(found, Scored) or not isinstance(found, Awaitable) else await found
         except Exception as error:
             return Scored(0.0, components, ("judge_failed", type(error).__name__))
-        if not isinstance(found, Scored):
-            return Scored(0.0, components, ("judge_failed",))
-        return self._paid(found, components, long=len(asked.answer) >= LONGEST)
+        judged = isinstance(found, Scored)
+        return (
+            self._paid(found, components, long=len(asked.answer) >= LONGEST)
+            if judged
+            else Scored(0.0, components, ("judge_failed",))
+        )
 
 
 def calls(trajectory: Trajectory, context: ScoreContext) -> float:

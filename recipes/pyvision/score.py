@@ -8,7 +8,7 @@ from typing import Any
 from rayloop.core.types import Message, Task
 from rayloop.judge.answers import extract
 from rayloop.recipes.pyvision import original
-from rayloop.rewards.saved import OfflineScoring, Saved, played, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, played, texts_of, truth_of
 
 TRUTHS = ("ground_truth", "answer", "truth", "gold", "label")
 """Columns of the true answer."""
@@ -21,11 +21,10 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
     DataFailure.
 
     ``transcript``: all that followed the prompt, tool output included, which the original reads."""
-    name = str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
     question = row.get("question", row.get("prompt"))
     messages = (Message("user", (question,)),) if isinstance(question, str) else ()
     source = str(row.get("data_source") or row.get("source") or row.get("kind") or "")
-    task = Task(name, messages, truth_of(row, TRUTHS, where), source, row)
+    task = Task(name_of(row, where), messages, truth_of(row, TRUTHS, where), source, row)
     return Saved(texts_of(row, where), task, row, played(row, CALLS))
 
 

@@ -1,5 +1,4 @@
-"""Whether an answer is right: by a rule that suits its data source, or by a judge. The rules are the judge's own
-(``judge/rules``)."""
+"""Whether an answer is right: by a rule of ``judge/rules`` that suits its data source, by a judge, or by its option."""
 
 from __future__ import annotations
 
@@ -45,12 +44,17 @@ class Asked:
 class Verifiers:
     """One of them for each data source."""
 
-    def __init__(self, sources: Mapping[str, Kind], judge: Component | None, math_timeout: float) -> None:
+    def __init__(
+        self, sources: Mapping[str, Kind], judge: Component | None, math_timeout: float, needed: Mapping[str, Kind]
+    ) -> None:
+        """Raises ConfigError when one of ``needed`` is ``math`` and math-verify is not installed."""
         self._sources, self._math_timeout = sources, math_timeout
         self._judge: RewardSource | None = judge.build() if judge else None
         self.has_judge = self._judge is not None
         self.infrastructure = getattr(self._judge, "infrastructure", ())
         self._kinds: dict[str, Kind] = {}
+        if "math" in needed.values():
+            _ = self.math
 
     @cached_property
     def math(self) -> MathVerifier:

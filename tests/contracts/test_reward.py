@@ -140,7 +140,7 @@ CASES = [
     Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options=ORIGINAL),
     Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options={"variant": "library"}),
     Case("rayloop.recipes.arpo.reward:ArpoReward", 1.0, 0.25, options=ORIGINAL),
-    Case("rayloop.recipes.digits.reward:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
+    Case("rayloop.recipes.digits.data:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
     Case("rayloop.rewards.environment_result:EnvironmentResult", 1.0, 0.25),
     Case("rayloop.judge.reward:JudgeReward", "<answer>red</answer>", "<answer>tan</answer>", "red", options={"rules_first": False}),
     *(Case(f"{HERE}:{name}{later}") for name in ("own", "trl", "verl") for later in ("", "_later")),

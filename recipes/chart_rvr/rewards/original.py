@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from rayloop.recipes.chart_rvr.rewards.reading import SEVEN, ChartSample, Paid, Pair, Process
+from rayloop.recipes.chart_rvr.rewards.reading import ChartSample, Paid, Process, Variant
 
 _TAGS = ("<type>", "</type>", "<think>", "</think>", "<answer>", "</answer>", "<table>", "</table>")
 _ONCE = (*_TAGS, "<think>\n<type>", "</type>\n<table>")
@@ -217,10 +217,8 @@ def _number(text: str) -> float | None:
 # The variant -----------------------------------------------------------------------------------------------------------
 
 
-class Original:
+class Original(Variant):
     """The published functions; ``fork`` changes what the table's comparison does when it raises."""
-
-    components: tuple[str, ...] = SEVEN
 
     def __init__(self, *, fork: bool = False) -> None:
         self._fork = fork
@@ -250,11 +248,3 @@ class Original:
         if not isinstance(sample.reasoning, str):
             return Process((), ("process_raised",))
         return Process(((process_text(sample.text), sample.reasoning),))
-
-    def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
-        """The cosine of the reasoning."""
-        return cosines[0]
-
-    def answer(self, text: str) -> str | None:
-        """The answer that the evaluation compares."""
-        return evaluated_answer(text)

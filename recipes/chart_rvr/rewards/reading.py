@@ -6,11 +6,10 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from rayloop.core.types import Task
 
-TAGS = ("think", "type", "table", "answer")
 _STEP = re.compile(r"<step-(\d{1,4})>\s*:?")
 _PIECE = re.compile(r"[^\W\d_]+|\d|[^\w\s]+|_+|\n+")
 _ASCII = re.compile(r"[A-Za-z]+|[^ \t\r\n\f\v_A-Za-z0-9]+|[0-9]|_+|\n+")
@@ -186,24 +185,24 @@ class Process:
     flags: tuple[str, ...] = ()
 
 
-class Variant(Protocol):
-    """One definition of the rewards."""
+class Variant:
+    """One definition of the rewards. This class pays each sample by itself, and the cosine of its reasoning."""
 
-    components: tuple[str, ...]
+    components: tuple[str, ...] = SEVEN
     """The components of ``SEVEN`` that it defines."""
 
     def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
-        """The components that need no embedder, and the measures ``relaxed`` and ``exact``. Raises DataFailure."""
-        ...
+        """The components that need no embedder, and the measures ``relaxed`` and ``exact``. Raises DataFailure for a row without
+        label, and for a true table that is none."""
+        return [self._paid(sample) for sample in samples]
+
+    def _paid(self, sample: ChartSample) -> Paid:
+        raise NotImplementedError
 
     def process(self, sample: ChartSample) -> Process:
         """The pairs of texts that the process reward compares."""
-        ...
+        raise NotImplementedError
 
     def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
         """The process reward from ``process``'s pairs, of which there is at least one, and their cosines."""
-        ...
-
-    def answer(self, text: str) -> str | None:
-        """The answer as this variant reads it, None without one."""
-        ...
+        return cosines[0]

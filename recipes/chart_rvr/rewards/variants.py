@@ -1,6 +1,7 @@
-"""The seven rewards without the original's mistakes (README.md lists each mistake, its effect, and the correction).
+"""The seven rewards without the original's mistakes (README.md lists each mistake), and as Chart-RVR's paper defines them.
 
-Everything else stays as published, with the sizes of the components: a perfect table of any size is worth 2.25.
+``Corrected`` keeps the published sizes of the components: a perfect table of any size is worth 2.25. ``Paper`` (sections 3.3 to
+3.5, which the code does not implement) is format + length + accuracy + l1 (type + table) + l2 process, without a reward for tags.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from fractions import Fraction
 from rayloop.core.failures import DataFailure
 from rayloop.recipes.chart_rvr.rewards.original import num_token_reward
 from rayloop.recipes.chart_rvr.rewards.reading import (
-    SEVEN,
     ChartSample,
     Count,
     Paid,
@@ -19,6 +19,7 @@ from rayloop.recipes.chart_rvr.rewards.reading import (
     Parts,
     Process,
     Table,
+    Variant,
     as_table,
     parsed_table,
     parts,
@@ -32,25 +33,8 @@ JSON, KEYS, HEADERS, CELLS = 0.5, 0.25, 0.5, 1.0
 """Pay for a table: parseable, exactly the two keys, all headers, all cells."""
 
 
-class BySample:
-    """A definition that pays each sample by itself, from its parts."""
-
-    def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
-        """Raises DataFailure for a row without label, and for a true table that is none."""
-        return [self._paid(sample) for sample in samples]
-
-    def answer(self, text: str) -> str | None:
-        """The text inside ``<answer>``."""
-        return parts(text).answer or None
-
-    def _paid(self, sample: ChartSample) -> Paid:
-        raise NotImplementedError
-
-
-class Corrected(BySample):
+class Corrected(Variant):
     """``least``, ``most`` and ``cap`` are tokens of the reasoning after the table, counted by ``count``."""
-
-    components: tuple[str, ...] = SEVEN
 
     def __init__(self, tolerance: float, years: tuple[int, int], least: int, most: int, cap: int, count: Count) -> None:
         self._tolerance, self._years = Fraction(str(tolerance)), years
@@ -62,10 +46,6 @@ class Corrected(BySample):
             return Process((), ("no_true_reasoning",))
         steps = parts(sample.text).steps
         return Process(((steps, sample.reasoning),)) if steps else Process((), ("no_reasoning",))
-
-    def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
-        """The cosine of the reasoning."""
-        return cosines[0]
 
     def _paid(self, sample: ChartSample) -> Paid:
         found, label = parts(sample.text), label_of(sample)
@@ -142,7 +122,7 @@ SPECIAL = " \t\n.,;:!?%°*'\"`"
 """The characters that ``normal`` strips from a text's end; the paper does not list its "trailing special symbols"."""
 
 
-class Paper(BySample):
+class Paper(Variant):
     """``least`` and ``most`` are its eta 1 and 2, in tokens of the whole completion; ``steps`` is its m. It prints none of them."""
 
     components: tuple[str, ...] = ("format", "accuracy", "length", "type", "table", "process")
