@@ -17,7 +17,7 @@ from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import write_whole
 from rayloop.data.published import prepare
-from rayloop.data.validation import Length, check, leaks, validate
+from rayloop.data.validation import Length, check, leaks
 from rayloop.measure.solved import solved_tasks
 from rayloop.run.config import RunConfig, read
 from rayloop.run.held_out import read_items
@@ -72,10 +72,8 @@ def _made(name: str, options: list[str]) -> int:
 
 
 def validate_run(config: RunConfig) -> int:
-    """Check the rows of a run with its own reader: those to train on, the held-out ones, and that no row is both.
-
-    Returns and raises as ``validate``.
-    """
+    """Check the rows of a run with its own reader, and that no row is both trained on and held out. Returns 0 or 1; raises as
+    ``check``."""
     files = [Path(path) for path in (config.data.train, config.data.eval) if path is not None]
     length, limit = _length(config), config.environment.episode.max_prompt_tokens
     found = [check(path, config.data.reader, config.environment.kinds, length, limit) for path in files]
@@ -84,10 +82,7 @@ def validate_run(config: RunConfig) -> int:
 
 
 def _length(config: RunConfig) -> Length | None:
-    """Counts the tokens of a prompt for the run's model; None, with a printed reason, where its tokenizer is missing.
-
-    What an environment shows first may be longer than the row: it is counted as the reader made it.
-    """
+    """Counts the tokens of a row's prompt for the run's model; None, with a printed reason, where its tokenizer is missing."""
     try:
         renderer = Renderer(config.model)
     except ConfigError as error:
@@ -101,7 +96,7 @@ def _validate(arguments: argparse.Namespace) -> int:
         return validate_run(read(arguments.file, arguments.overrides))
     if arguments.overrides:
         raise ConfigError(f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has keys to set")
-    return validate(arguments.file, Component(use=arguments.reader))
+    return 1 if check(arguments.file, Component(use=arguments.reader)).problems else 0
 
 
 ITEMS = "items.jsonl"

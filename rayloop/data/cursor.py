@@ -1,4 +1,4 @@
-"""The order in which a run visits the tasks of its dataset."""
+"""The order in which a run visits the tasks of its dataset, and which of them stand for all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from rayloop.core.types import Task, derive
 
 
 def evenly(tasks: Sequence[Task], limit: int | None) -> list[Task]:
-    """``limit`` of the tasks, in their order: as many of each data source as of any other, as far as it has them, and of a source
-    every n-th. Always the same ones; all of them when ``limit`` is None or above their number."""
+    """``limit`` of the tasks (None: all), in their order: as many of each data source where possible, evenly spread."""
     if limit is None or limit >= len(tasks):
         return list(tasks)
     sources: dict[str, list[int]] = defaultdict(list)

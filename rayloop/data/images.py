@@ -47,10 +47,9 @@ class ImageGeometry:
 def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, int, int]:
     """The encoded bytes of an intact image, its width and height in pixels (EXIF orientation applied).
 
-    The header is read first, so that an image of more than ``limit_pixels`` is refused before any pixel is decoded.
-
-    Raises DataFailure (missing, unreadable, truncated, not PNG/JPEG/WebP), its subclass ImageRefused (too many pixels,
-    aspect ratio above 200) and InfrastructureFailure (the file system failed, not the file).
+    The header is read first: an image of more than ``limit_pixels`` is refused before any pixel is decoded. Raises DataFailure
+    (missing, unreadable, truncated, not PNG/JPEG/WebP), its subclass ImageRefused (too many pixels, aspect ratio above 200) and
+    InfrastructureFailure (the file system failed, not the file).
     """
     name = source.path or "image bytes"
     data = read(source)
@@ -114,10 +113,8 @@ def tinted(data: bytes, strength: float) -> bytes:
 def smart_resize(
     height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 14 * 14 * 4 * 1280
 ) -> tuple[int, int]:
-    """(height, width) after Qwen2-VL's resize: multiples of ``factor``, area in the range, aspect ratio nearly kept.
-
-    Source: ``smart_resize`` of transformers' Qwen2-VL image processor; equal to it by test.
-    """
+    """(height, width) after Qwen2-VL's resize: multiples of ``factor``, area in the range. Equal by test to ``smart_resize`` of
+    transformers' Qwen2-VL image processor."""
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
@@ -131,10 +128,7 @@ def smart_resize(
 
 
 def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, sha256: str | None = None) -> ImageRef:
-    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2.
-
-    ``sha256``: of ``data``, where it is known.
-    """
+    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2."""
     rows, columns = smart_resize(height, width, geometry.factor, geometry.min_pixels, geometry.max_pixels)
     grid = (1, rows // geometry.patch, columns // geometry.patch)
     tokens = math.prod(grid) // geometry.merge**2
@@ -146,31 +140,24 @@ _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, Im
 
 
 KEPT = 128 << 20
-"""Bytes of images that are kept: tinted ones, and those of observations that are files. Others are named only, their bytes stay
-with whoever has them."""
+"""Bytes of images that are kept: tinted ones, and those of observations that are files. Of others only the reference is kept."""
 NAME = 1 << 10
 """Bytes that an image without its content is taken to need."""
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file as it was: what is read later from one of the same time and size is the same."""
-
-    path: str
-    inode: int
-    modified: int
-    bytes: int
+_File = tuple[str, int, int, int]
+"""Path, inode, time of change and size of a file: equal ones have equal content."""
 
 
 class PromptImages:
-    """For one model, whose ``geometry`` and ``tint`` (``model.position_tint``) it has. Safe to use from many threads.
+    """The images of prompts for one model: each file and content is probed, tinted (``model.position_tint``) and hashed once.
 
-    ``kept``: bytes beyond which the least recently shown are looked at again.
+    Safe to use from many threads. ``kept``: bytes beyond which the least recently shown are read again.
     """
 
     def __init__(self, geometry: ImageGeometry, tint: float = 0.0, max_pixels: int = MAX_PIXELS, kept: int = KEPT) -> None:
         self._geometry, self._tint, self._max_pixels = geometry, tint, max_pixels
-        self._seen: Cache[tuple[_File | str, bool], PromptImage] = Cache(kept, _size)
+        self._seen: Cache[tuple[_File | str, bool], PromptImage] = Cache(kept, lambda image: NAME + len(image.data or b""))
 
     def of(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
         """With its bytes; without them for a file that the engine may read itself (``keep_file``), unless it is tinted.
@@ -203,8 +190,4 @@ def _file(path: str | None) -> _File | None:
         found = os.stat(path or "")
     except (OSError, ValueError):
         return None
-    return _File(path or "", found.st_ino, found.st_mtime_ns, found.st_size)
-
-
-def _size(image: PromptImage) -> int:
-    return NAME + len(image.data or b"")
+    return path or "", found.st_ino, found.st_mtime_ns, found.st_size

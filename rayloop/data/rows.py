@@ -1,4 +1,4 @@
-"""The rows of a data file, JSONL or parquet, with the place of each; and, of a file of another shape, what it is instead."""
+"""The rows of a data file, JSONL or parquet, with the place of each; a file of another shape is refused with advice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rayloop.core.failures import ConfigError, DataFailure
 
 _HEAD = 2**20
-"""Bytes from which the shape of a file is told."""
+"""Bytes that show the shape of a file."""
 _NEEDED = "one JSON object per line is needed"
 
 
@@ -38,7 +38,7 @@ def rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _other_shape(path: Path) -> str:
-    """What the file is instead of JSONL and what to do, told from its beginning; empty when it may be JSONL."""
+    """What the file is instead of JSONL and what to do, by its beginning; empty when it may be JSONL."""
     with open(path, "rb") as file:
         head = file.read(_HEAD)
     if head.startswith(b"\x1f\x8b"):

@@ -20,8 +20,7 @@ Length = Callable[[Task], int]
 
 @dataclass
 class Checked:
-    """What was found in a file. ``rows``: what a row shows (texts and images, by hash) -> where it first stands; ``images``: the
-    same of each image alone."""
+    """The problems of a file, and the place of the first row with each content (``rows``) and each image (``images``), by hash."""
 
     path: Path
     problems: int = 0
@@ -29,17 +28,11 @@ class Checked:
     images: dict[str, str] = field(default_factory=dict)
 
 
-def validate(path: Path, reader: Component, kinds: Collection[str] = ()) -> int:
-    """Check one file and print what is wrong. Returns 0 when all rows are usable, else 1. Raises as ``check`` does."""
-    return 1 if check(path, reader, kinds).problems else 0
-
-
 def check(path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0) -> Checked:
     """Read every row with ``reader`` and open its images; print each bad row with file, row and reason.
 
-    With ``length``, a prompt of more than ``limit`` tokens is a problem too, since a run leaves it out; rows that repeat another
-    are counted, and are none. Raises ConfigError when the file or the reader cannot be used at all, or a row names none of the
-    ``kinds`` of environment, if there are any.
+    With ``length``, a prompt of more than ``limit`` tokens is a problem too; rows that repeat another are only counted. Raises
+    ConfigError when the file or the reader cannot be used, or a row names none of the ``kinds`` of environment, if there are any.
     """
     found, lengths, repeated = Checked(path), list[int](), list[str]()
 

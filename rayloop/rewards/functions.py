@@ -25,16 +25,13 @@ from typing import Any, Literal
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import GroupRewardSource, RewardSource, ScoreContext
-from rayloop.core.types import ImageSource, Task, Trajectory
+from rayloop.core.types import Task, Trajectory
 from rayloop.data.dataset import TRUTHS
 
 
 def as_outcome(result: Any) -> Outcome:
-    """The outcome of one result: an Outcome, or any value that ``float`` makes a finite number (a bool, a scalar of numpy, a tensor
-    without dimensions). Anything else, texts included, is an invalid reward.
-
-    Components that are no finite numbers are dropped and flagged ``invalid_component``.
-    """
+    """The outcome of one result: an Outcome, or a value that ``float`` makes a finite number (a bool, a tensor without dimensions).
+    Anything else, texts included, is an invalid reward; such components are dropped and flagged ``invalid_component``."""
     if isinstance(result, Unscored):
         return result
     scored = result if isinstance(result, Scored) else Scored(result)
@@ -62,10 +59,8 @@ def _number(value: Any) -> float | None:
 
 
 def as_outcomes(result: Any, count: int) -> list[Outcome]:
-    """The outcomes of a result for ``count`` trajectories, each element by ``as_outcome``.
-
-    Raises TypeError for a result without elements (or a generator, which would run here), ValueError for another number of them.
-    """
+    """``as_outcome`` of each of ``count`` elements. Raises TypeError for a result without elements (or a generator, which would run
+    here), ValueError for another number of them."""
     found = None if isinstance(result, Iterator) else elements(result, count + 1)
     if found is None:
         raise TypeError(f"a list of {count} outcomes was expected, one per trajectory, not {result!r:.200}")
@@ -101,10 +96,7 @@ class RewardCall:
 
 
 class FunctionReward:
-    """A function as a source. ``form`` makes its keyword arguments, and an outcome of its result.
-
-    ``infrastructure`` may be an attribute of the function, and is then that of the source.
-    """
+    """A function as a source: ``form`` makes its keyword arguments, and an outcome of its result."""
 
     def __init__(self, function: Callable[..., Any], form: FunctionForm) -> None:
         self._function, self._form = function, form
@@ -189,22 +181,23 @@ class TrainerState:
 
 
 class TrlForm(FunctionForm):
-    """TRL's form. ``completions`` is [[{"role": "assistant", "content": text}, ...]], one message per sampled turn.
-
-    It is [text] when the row's ``prompt`` is a text, or the parameter is annotated as ``list[str]``.
-    """
+    """TRL's form. ``completions`` has a list of messages, one per turn; a text for ``list[str]`` and text prompts."""
 
     def arguments(self, call: RewardCall) -> dict[str, Any]:
         """Lists of one element per trajectory, by name."""
         takes, task, count = call.takes, call.task, len(call.trajectories)
         plain = _is_list_of_str(takes["completions"].annotation) or isinstance(task.extra.get("prompt"), str)
-        messages = [{"role": m.role, "content": "".join(map(_text, m.parts))} for m in task.messages]
+        texts = ("".join(part if isinstance(part, str) else "<image>" for part in m.parts) for m in task.messages)
+        messages = [{"role": m.role, "content": text} for m, text in zip(task.messages, texts, strict=True)]
         columns = _columns(task)
         columns |= {name: task.ground_truth for name in TRUTHS if name in takes and name not in columns}
         return {
             **{name: [value] * count for name, value in columns.items()},
             "prompts": ["\n".join(m["content"] for m in messages) if plain else messages] * count,
-            "completions": [_completion(context.texts, plain) for context in call.contexts],
+            "completions": [
+                "\n".join(context.texts) if plain else [{"role": "assistant", "content": text} for text in context.texts]
+                for context in call.contexts
+            ],
             "completion_ids": [[id for turn in t.sampled_turns for id in turn.token_ids] for t in call.trajectories],
             "trainer_state": TrainerState(call.contexts[0].step),
             "log_metric": None,
@@ -274,10 +267,8 @@ def as_source(source: Any, use: str, per: Per = "trajectory") -> RewardSource | 
 
 
 def around(source: Any) -> tuple[type[BaseException], ...]:
-    """The exceptions of a source that are failures of the infrastructure (network, disk, memory) and not of the policy.
-
-    Raises ConfigError when ``infrastructure`` is neither True nor a tuple of exception types.
-    """
+    """The exceptions of a source that are failures of the infrastructure. Raises ConfigError when ``infrastructure`` is neither
+    True nor a tuple of exception types."""
     declared = getattr(source, "infrastructure", False)
     if isinstance(declared, bool):
         return (Exception,) if declared else UNAVAILABLE
@@ -321,14 +312,6 @@ def _columns(task: Task) -> dict[str, Any]:
     return {"ground_truth": task.ground_truth, "data_source": task.source} | {
         name: value for name, value in task.extra.items() if isinstance(name, str) and name not in ("prompt", "completion")
     }
-
-
-def _completion(texts: Sequence[str], plain: bool) -> Any:
-    return "\n".join(texts) if plain else [{"role": "assistant", "content": text} for text in texts]
-
-
-def _text(part: str | ImageSource) -> str:
-    return part if isinstance(part, str) else "<image>"
 
 
 def _is_list_of_str(annotation: Any) -> bool:

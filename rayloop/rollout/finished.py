@@ -1,4 +1,4 @@
-"""Finished groups: their ready members, and what their trajectories show about tasks, graders and the acceptance rate."""
+"""Finished groups: which are ready, what a step takes of them, and what they show about tasks and the acceptance rate."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from rayloop.run.config import AlgorithmSettings, RunConfig
 
 
 class ReadyGroups:
-    """Finished groups with something to train on, in request order; ``dropped`` counts what is not trained after all."""
+    """Finished groups with something to train on, in request order."""
 
     def __init__(self, settings: AlgorithmSettings, ledger: Ledger) -> None:
         self.settings, self.ledger = settings, ledger
         self.groups: list[Group] = []
         """Never changed, but replaced by another list."""
         self.dropped: Counter[str] = Counter()
-        """What became stale or surplus since the last step, by ``state/source`` (for metrics)."""
+        """Stale and surplus members since the last step, by ``state/source`` (for metrics)."""
         self._counted: tuple[list[Group], int] = (self.groups, 0)
         self._fresh: dict[int, Group] = {}
-        """Groups without a member that is too old for the version that was asked about last, ``_fresh_for``."""
+        """Groups without a member that is too old for ``_fresh_for``, the version of the last call of ``expire``."""
         self._fresh_for: tuple[Version, Mapping[int, int]] | None = None
 
     @property
@@ -45,7 +45,7 @@ class ReadyGroups:
             self.groups = sorted([*self.groups, group], key=lambda g: g.number)
 
     def expire(self, version: Version, inherited: Mapping[int, int]) -> None:
-        """Members too old for ``version`` become stale. Asked whenever something happens: what it found fresh, it remembers."""
+        """Members too old for ``version`` become stale. Called at every change, so it remembers the groups that it found fresh."""
         limit = self.settings.staleness.max_staleness
         if self._fresh_for != (version, inherited):
             self._fresh_for, self._fresh = (version, dict(inherited)), {}
@@ -61,8 +61,8 @@ class ReadyGroups:
         return select(self.groups, self.settings.target, self.settings.filtering, oldest_first=self.settings.carry_over)
 
     def take(self, chosen: Selection, among: Collection[int]) -> None:
-        """The step trains on ``chosen.train``. What is left over of the groups ``among`` which was chosen (group numbers) competes
-        again or is surplus; groups that came later stay."""
+        """The step trains on ``chosen.train``, chosen from the groups with the numbers ``among``. Left over groups compete again or
+        are surplus; groups that came later stay."""
         self.settle(chosen.train)
         self.groups = [group for group in self.groups if group.number not in among]
         if self.settings.carry_over:
@@ -77,12 +77,10 @@ class ReadyGroups:
         self.groups = [group for group in remaining if group.kept]
 
     async def complete(self, annotate: Callable[[Group], Awaitable[Group]]) -> None:
-        """Annotate what a run without a reference has left: no step with a KL term could train on it."""
+        """Annotate members without reference log-probs (of a run without a KL term): no step with a KL term could train on them."""
         for group in [g for g in self.groups if any(m.reference is None for m in g.kept)]:
             annotated = await annotate(group)
             self.groups = [annotated if g.number == group.number else g for g in self.groups]
-
-    # The ledger ----------------------------------------------------------------------------------------------------
 
     def settle_trained(self, groups: Iterable[Group]) -> None:
         """The kept members of these groups were trained."""
@@ -110,8 +108,6 @@ class ReadyGroups:
         """The run is over: none of these will be trained."""
         self.settle(_with_status(group, Status(TrajectoryState.SURPLUS, "run_ended")) for group in self.groups)
         self.groups = []
-
-    # The checkpoint ------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Plain values, and ``HeldValue`` ones for payloads."""

@@ -1,10 +1,6 @@
-"""Production: plays groups of tasks for ever, and hands a step those that it trains on.
+"""Rollouts: plays groups of tasks without end, and gives a step those that it trains on.
 
-What starts next is the ``GroupScheduler``'s, what is finished ``FinishedGroups``', what a step takes ``ReadyGroups``'. Here is what
-connects them: groups in flight, and who waits for whom.
-
-What a step waits for has begun and needs no further room, so the bound on staleness cannot keep it from ending; deadlines of
-episodes bound the wait.
+A step waits only for groups that have begun, so the bound on staleness cannot stop it; episode deadlines bound the wait.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ async def _nothing_lost(groups: tuple[Group, ...]) -> Collection[TrajectoryId]:
 
 
 class RolloutManager:
-    """``in_flight`` is what is being played, by group number."""
+    """Connects scheduler, finished and ready groups. ``in_flight``: the groups being played, by number."""
 
     def __init__(self, config: RunConfig, ledger: Ledger, dataset: Dataset, reporter: Reports, blame: Quarantine) -> None:
         self.config, self.ledger, self.dataset, self._reporter = config, ledger, dataset, reporter
@@ -55,10 +51,8 @@ class RolloutManager:
         self._waiting: list[asyncio.Future[None]] = []
         self._last_commit: asyncio.Future[None] | None = None
 
-    # Playing groups ------------------------------------------------------------------------------------------------
-
     async def run(self, player: Player, finish: Finish) -> None:
-        """Start groups for ever, as admitted. Groups of an earlier run of this method are gone: they are issued again."""
+        """Start groups without end, as admitted. Groups in flight in an earlier call are lost, and are issued again."""
         self.scheduler.again(self.in_flight.values())
         if self.in_flight:
             self.ledger.reissue_live()
@@ -109,13 +103,11 @@ class RolloutManager:
             if not done.done():
                 done.set_result(None)
 
-    # Taking a step's groups ----------------------------------------------------------------------------------------
-
     async def collect(self, version: Version, inherited: Mapping[int, int], hold: Hold = _nothing_lost) -> Collected:
-        """Wait until the step's target is ready, with all that must not wait longer, or its budget is spent; rank and cut.
+        """Wait until the step's target is ready, or its budget is spent; rank and cut. ``version`` is the one that will train.
 
-        ``version`` is the one that will train, and ``hold`` makes sure that it can: it returns the trajectories that are lost,
-        which are then excluded and made up for. Raises GenerationBudgetSpent, ConfigError (no task is left), Stalled, Preempted.
+        ``hold`` keeps the payloads, and returns the trajectories that are lost, which are excluded and made up for. Raises
+        GenerationBudgetSpent, ConfigError (no task is left), Stalled, Preempted.
         """
         self._collecting = True
         self._notify()
@@ -148,21 +140,19 @@ class RolloutManager:
         return Collected(groups, finished, dict(dropped), self.finished.acceptance.value, self.finished.buffer.stats())
 
     def synced(self, version: Version) -> None:
-        """Engines serve ``version``, and what the step before took is trained: until then it fills the bound on staleness."""
+        """Engines serve ``version``: the groups of the step before are trained, and no longer count against the staleness bound."""
         self._playing.version, self._taken = version, 0
         self._notify()
 
     def _owed(self, version: Version, inherited: Mapping[int, int]) -> bool:
-        """Whether what is being played belongs to this step: all of a synchronous round (a resumed one too), or a group that
-        would be too old for the next step."""
+        """Whether this step must wait for groups in flight: a synchronous round, or a group too old for the next step."""
         c = self.config.algorithm.staleness
         if c.max_staleness == 0:
             return bool(self.in_flight or (self.scheduler.one_round and self.scheduler.reissue))
         return c.when_late == "wait" and self._playing.any_due(version, inherited)
 
     def _verdict(self, owed: bool) -> Enough:
-        """Train, or wait for more. What is ``owed`` is awaited; the budget is spent when nothing is in flight, also when every task
-        is quarantined."""
+        """Train, or wait for more: for ``owed`` groups, and while groups are in flight or the budget allows others."""
         c, survivors, spent = self.config.algorithm, self.ready.survivors, self.scheduler.spent
         if not (survivors >= c.target and not owed) and (self.in_flight or self.scheduler.reissue or not spent):
             return Enough.MORE
@@ -178,10 +168,8 @@ class RolloutManager:
             raise
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
-        """These trajectories were scored, and their payloads are gone with the node that held them: nobody can train on them.
-
-        They are made up for at no cost to the step's budget, which is about filters, as often as that has groups.
-        """
+        """The payloads of these scored trajectories are gone. Others replace them at no cost to the step's budget, as often as that
+        has groups."""
         self._reporter.event(incidents.PayloadLost(sorted(map(str, ids))))
         self.scheduler.make_up_for(self.finished.lose(ids))
         self.ready.lose(ids)
@@ -211,8 +199,6 @@ class RolloutManager:
         """Never play this task again, and write down why. With ``data.strict`` the run stops."""
         if self.scheduler.quarantine(task, path, reason):
             self._notify()
-
-    # The end, and the checkpoint -----------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Begin nothing more; ``collect`` raises Preempted."""

@@ -1,4 +1,4 @@
-"""What starts next: which task, under which number, and whether the staleness bound and the step's budget leave room for it.
+"""Group requests: which task starts next, under which number, and whether staleness, budget and engine caches leave room for it.
 
 With ``max_staleness: 0`` groups start in rounds, only while a step waits for them; a round ends before the next begins, so
 nothing in flight survives a weight sync. Otherwise groups start whenever the staleness bound leaves room.
@@ -40,11 +40,10 @@ class GroupRequest:
 
 
 class Player(Protocol):
-    """Plays and scores groups, whatever dies meanwhile (cluster/supervision/attempts.py)."""
+    """Plays and scores groups, also when actors die (cluster/supervision/attempts.py)."""
 
     async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
-        """The members of a group. ``step``: the one that they are meant for. ``begins`` is called whenever an episode is let into
-        the engines."""
+        """The members of a group for ``step``. ``begins`` is called when an episode is let into the engines."""
 
 
 def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[RolloutRequest]:
@@ -57,8 +56,8 @@ def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: 
 class GroupRollout:
     """Plays groups for the version that the engines serve. ``changed`` is called when an episode begins once more.
 
-    An episode's staleness counts from its first token. The driver learns that token's version when the episode ends; until
-    then it takes the version at which the episode was let into the engines, which is that one or an older one.
+    An episode's staleness counts from the version of its first token. Until the episode ends the driver assumes the version at
+    which it was let into the engines, which is that one or an older one.
     """
 
     def __init__(self, config: RunConfig, changed: Callable[[], None]) -> None:
@@ -66,10 +65,10 @@ class GroupRollout:
         self.version = Version(0, 0)
         self._began: dict[int, dict[int, Version]] = {}
         self._versions: Counter[Version] = Counter()
-        """How many of those episodes each version began: thousands are in flight, of a few versions."""
+        """Version -> episodes in flight that it began."""
 
     async def play(self, request: GroupRequest, task: Task, player: Player) -> Group:
-        """All members of a group. It counts as being played until ``forget``: filters and the reference come after."""
+        """All members of a group, which counts as being played until ``forget``."""
         asked = requests(self.config, task, request.ids(self.config.algorithm.group_size), request.visit)
         self._began[request.number] = {}
         members = await player.play(asked, self.version.step, self._begins)
@@ -85,7 +84,7 @@ class GroupRollout:
         self._set(member.summary.id, member.summary.first_version if isinstance(member.outcome, Scored) else None)
 
     def _set(self, id: TrajectoryId, version: Version | None) -> bool:
-        """Which version began an episode; None: there is none to count. Returns whether there was one before."""
+        """Count an episode under the version that began it (None: no longer). Returns whether it was counted before."""
         began = self._began[id.group]
         if before := began.pop(id.sample, None):
             self._forget(before)
@@ -136,8 +135,8 @@ class GroupScheduler:
         self._on_bad_row = on_bad_row
 
     def admissible(self, *, ready: int, in_flight: int, acceptance: float) -> int:
-        """How many groups may start now. ``ready``: trajectories that wait to be trained, or are just being trained;
-        ``in_flight``: groups that are being played, of whose trajectories the share ``acceptance`` will survive."""
+        """How many groups may start now, with ``ready`` trajectories that wait for training or are in it, and ``in_flight`` groups,
+        of whose trajectories the share ``acceptance`` will survive."""
         c = self.config.algorithm
         stale = c.staleness.max_staleness
         if stale == 0 and in_flight:
@@ -190,7 +189,7 @@ class GroupScheduler:
         self.reissue = sorted([*self.reissue, *issues], key=lambda request: request.number)
 
     def make_up_for(self, trajectories: int) -> None:
-        """So many were lost after they were scored: groups for them cost the step nothing, as often as its budget has groups."""
+        """Groups that replace so many lost trajectories cost the step nothing, as often as its budget has groups."""
         groups = math.ceil(trajectories / self.config.algorithm.group_size)
         again = min(groups, self.budget - self._made_up_for)
         self._made_up_for += again
@@ -199,8 +198,6 @@ class GroupScheduler:
     def begin_step(self) -> None:
         """The groups of a step were taken: the next one has its own budget."""
         self.issued_this_step = self._made_up_for = 0
-
-    # Tasks that fail -----------------------------------------------------------------------------------------------
 
     def quarantine(self, task: Task, path: str, reason: str) -> bool:
         """Never issue this task again, and write down why. Returns whether that is new."""
@@ -229,10 +226,8 @@ class GroupScheduler:
             raise self.no_task()
         return [task for task in self.dataset if task.id not in self.quarantined]
 
-    # The checkpoint ------------------------------------------------------------------------------------------------
-
     def state(self, in_flight: Iterable[GroupRequest]) -> dict[str, Any]:
-        """Plain values. What is ``in_flight`` will be issued again, before anything else."""
+        """Plain values. Groups ``in_flight`` will be issued again first."""
         again, playing = [astuple(request) for request in self.reissue], [astuple(request) for request in in_flight]
         synchronous = self.config.algorithm.staleness.max_staleness == 0
         return {
@@ -262,7 +257,7 @@ GROWTH = 1.25
 
 
 class ConcurrencyLimit:
-    """A limit without a setting: infinite, or what is given, until an engine's cache is full and requests wait for room in it.
+    """How many episodes play at once: ``limit`` until an engine's cache is full and requests wait for it, then as many as it holds.
 
     Engines without a cache that can run out (``EngineHealth.cache`` None) never set it.
     """
@@ -271,12 +266,12 @@ class ConcurrencyLimit:
         self.limit = limit
         self.inside = 0
         self.metrics: dict[str, float] = {}
-        """What the engines said last."""
+        """Of the engines' last answers."""
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
     @asynccontextmanager
     async def room(self, episodes: int = 1) -> AsyncIterator[None]:
-        """For so many episodes, which are let in together. Waits until there is room for one of them; first come, first served."""
+        """Admits so many episodes together when there is room for one of them; first come, first served."""
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((turn, episodes))
         self._let_in()
@@ -291,7 +286,7 @@ class ConcurrencyLimit:
             self._let_in()
 
     def observe(self, engines: Sequence[EngineHealth]) -> None:
-        """Adapt the limit to what the engines say: down to the episodes that they really decode, up by ``GROWTH``."""
+        """Adapt the limit to the engines' load: down to the episodes that they really decode, up by ``GROWTH``."""
         caches = [engine.cache for engine in engines if engine.cache is not None]
         if not caches:
             return

@@ -1,4 +1,11 @@
-"""``python -m rayloop report``: a run folder as one HTML file that needs nothing else, for whoever debugs a run."""
+"""``python -m rayloop report``: a run folder as one HTML file, and with ``--files`` as JSON for other tools.
+
+    training_metrics.json      {"schema_version", "steps": [...], "metrics": {name: [of each step, or null]}}
+    task_results/<task>.json   {"schema_version", "task", "source", "evaluations": [...], "training": [...]}
+
+``evaluations`` are all held-out answers to the task, ``training`` the recorded trajectories (``keep_rollouts``); each has its step
+and reward (null: ``unscored`` says why). A task's name is quoted as in a URL to be a file's name.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +78,8 @@ ROUTINE = ("start", "begin", "logprob_check", "self_test", "evaluated", "control
 
 
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
-    """Write the page of the run folder ``run`` to ``out`` (default: ``report.html`` in it), and return its path.
-
-    Shows at most ``groups`` of the recorded groups, evenly spread over the run. Raises ConfigError when ``run`` holds no run
-    or the file cannot be written.
-    """
+    """Write the page of the run folder ``run``, with at most ``groups`` of its recorded groups, to ``out`` (default: ``report.html``
+    in it), and return its path. Raises ConfigError when ``run`` holds no run or the file cannot be written."""
     folder = open_run(run)
     target = out or folder.path / "report.html"
     text = page(content(folder, groups))
@@ -121,7 +125,7 @@ def content(folder: RunFolder, groups: int) -> Record:
 
 
 def notes(config: Mapping[str, Any], recorded: int, shown: int) -> list[str]:
-    """What a reader must know of the groups on the page: which they are, and how their pictures differ from the originals."""
+    """Which groups the page shows, and how their pictures differ from the originals."""
     if not recorded:
         return []
     keep = config.get("keep_rollouts")

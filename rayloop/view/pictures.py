@@ -83,10 +83,8 @@ def _numbers(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], lis
 
 
 def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
-    """Held-out images, evenly spread over the tasks, with the true box and those of the first and the last evaluation.
-
-    None when fewer than two evaluations are on record, or no task of theirs has an image and a box.
-    """
+    """Held-out images with the true box and those of the first and the last evaluation; None without two evaluations of tasks with
+    an image and a box."""
     from matplotlib.figure import Figure
 
     files = list(folder.evaluations.files().items())

@@ -1,7 +1,4 @@
-"""What keeps a run alive, told from its events alone: for ``status``, and for Prometheus while it runs.
-
-Budgets are counted over the last hour, so that what is left is never more than what the run still has.
-"""
+"""Actors in service, losses and recovery budgets of a run, from its events alone: for ``status``, and for Prometheus."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class Role:
 
 
 class Vitals:
-    """Of the run in ``folder``. ``update`` reads what its events have had since it was last called."""
+    """Of the run in ``folder``. ``update`` reads the events since its last call."""
 
     def __init__(self, folder: RunFolder, settings: Mapping[str, Any]) -> None:
         """``settings``: the run's configuration as plain data."""
@@ -93,7 +90,7 @@ class Vitals:
                 self.up = False
             case "worker_lost":
                 self._role(record["role"]).loss(when, [record["worker"]])
-            case "node_lost":  # one of its roles pays: which one is not told
+            case "node_lost":  # one of its roles pays: which one is not recorded
                 for role, workers in record.get("workers", {}).items():
                     self._role(role).loss(when, workers, len(workers))
             case "replacement_failed":

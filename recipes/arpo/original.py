@@ -81,12 +81,8 @@ def _repaired(call: str) -> str:
     """The call with its quotes escaped; text around the call becomes part of its argument."""
     for name in ("type", "finished"):
         if f"{name}(content" in call:
-            call = f"{name}(content='{_escaped(_QUOTED.sub(_inside, call))}')"
+            call = f"{name}(content='{_escaped(_QUOTED.sub(lambda found: found[1], call))}')"
     return call
-
-
-def _inside(found: re.Match[str]) -> str:
-    return found[1]
 
 
 def _escaped(text: str) -> str:

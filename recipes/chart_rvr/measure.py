@@ -21,6 +21,7 @@ from rayloop.core.threads import call_within
 from rayloop.core.types import Task, Trajectory
 from rayloop.recipes.chart_rvr.data import ChartAnswers
 from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
+from rayloop.recipes.chart_rvr.rewards.reading import as_number
 from rayloop.rewards.saved import PLAYED
 
 EXACTLY = ("Fact Checking", "Multi Choice")
@@ -88,17 +89,10 @@ def _items(text: str) -> list[str]:
 
 def _alike(said: str, true: str) -> float:
     said, true = said.strip().strip("%").strip(), true.strip().strip("%").strip()
-    number, truth = _number(said), _number(true)
+    number, truth = as_number(said), as_number(true)
     if number is not None and truth is not None:
         return float(abs(number - truth) <= 0.05 * abs(truth))
     return anls(" ".join(said.lower().split()), " ".join(true.lower().split()))
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def anls(said: str, true: str) -> float:

@@ -85,8 +85,6 @@ class PyVisionReward:
         value = accuracy + right * self._settings.per_call * components["calls"]
         return Scored(value, {**components, "accuracy": accuracy, "right": float(right)}, found.flags)
 
-    # The original ------------------------------------------------------------------------------------------------------
-
     def _original(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
         published, source = self._settings.published, task.source
         response = context.transcript if context.transcript is not None else "".join(context.texts)

@@ -1,4 +1,4 @@
-"""Where a published data set is found: a local folder, or the Hugging Face Hub; and the rows of its files."""
+"""Reads a published data set from a folder or the Hugging Face Hub; a YAML file (``ColumnMap``) maps its columns to ours."""
 
 from __future__ import annotations
 

@@ -180,9 +180,6 @@ def _cells(said: Any, true: Any, fork: bool) -> tuple[float, bool]:
     return paid, False
 
 
-# Evaluation ------------------------------------------------------------------------------------------------------------
-
-
 def evaluated_answer(text: str) -> str:
     """The answer that the evaluation compares; the whole text without an answer tag."""
     return last(text, "answer")
@@ -212,9 +209,6 @@ def _number(text: str) -> float | None:
         return float(text.rstrip("%")) / 100.0 if text.endswith("%") else float(text)
     except ValueError:
         return None
-
-
-# The variant -----------------------------------------------------------------------------------------------------------
 
 
 class Original(Variant):

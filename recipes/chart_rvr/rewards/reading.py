@@ -1,4 +1,4 @@
-"""The parts of a completion, for the variants that do not cut it as the original does; and how its reasoning is counted."""
+"""The input of the rewards (a completion's parts, the row's truth, the count of tokens), and the base class of a variant."""
 
 from __future__ import annotations
 
@@ -101,11 +101,6 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
-    @property
-    def cells(self) -> int:
-        """The number of cells."""
-        return sum(map(len, self.rows))
-
 
 def as_table(data: Any) -> Table | None:
     """A mapping with a list of headers and a list of lists of cells, each a text or a number; None for anything else."""
@@ -123,22 +118,36 @@ def _is_cell(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
+def as_number(text: str) -> float | None:
+    """The text as ``float`` reads it; None when it is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def _cell(value: Any) -> str:
     return "" if value is None else str(value).strip()
 
 
 SEVEN = ("format", "accuracy", "length", "tags", "type", "table", "process")
 """The components that are paid, in the order in which the original lists its functions."""
-PUBLISHED = {
-    "format_reward": "format",
-    "accuracy_reward": "accuracy",
-    "length_think_reward": "length",
-    "num_token_reward": "tags",
-    "chart_type_reward": "type",
-    "table_style_reward": "table",
-    "process_style_reward": "process",
-}
-"""The original's name of each."""
+PUBLISHED = dict(
+    zip(
+        (
+            "format_reward",
+            "accuracy_reward",
+            "length_think_reward",
+            "num_token_reward",
+            "chart_type_reward",
+            "table_style_reward",
+            "process_style_reward",
+        ),
+        SEVEN,
+        strict=True,
+    )
+)
+"""The original's name of each -> ours."""
 
 Pair = tuple[str, str]
 """A text of the policy, and the true text to compare with."""

@@ -90,14 +90,12 @@ MOST = 250_000
 
 
 def shares(said: Table, true: Table) -> tuple[float, float]:
-    """Shares of the true headers and of the true cells that are there, each 0..1, normalised by the true table's size.
-
-    A header or cell beyond the true number takes back what a right one is paid, so listing more never pays.
-    """
+    """Shares of the true headers and of the true cells that are there, each 0..1. A header or cell beyond the true number takes
+    back what a right one is paid, so listing more never pays."""
     places = _places(said.columns, true.columns)
     headers = _share(len(places), len(said.columns), len(true.columns))
     right = _aligned(said.rows, true.rows, places)
-    return headers, _share(right, said.cells, true.cells)
+    return headers, _share(right, sum(map(len, said.rows)), sum(map(len, true.rows)))
 
 
 def _share(right: int, said: int, true: int) -> float:

@@ -20,6 +20,7 @@ from rayloop.recipes.chart_rvr.rewards.reading import (
     Process,
     Table,
     Variant,
+    as_number,
     as_table,
     parsed_table,
     parts,
@@ -175,17 +176,10 @@ def normal(text: str) -> str:
 def same(said: str, true: str, tolerance: float) -> bool:
     """Equation 1. A true 0, which it does not define, is met by 0."""
     answer, wanted = normal(said), normal(true)
-    number, truth = _number(answer), _number(wanted)
+    number, truth = as_number(answer), as_number(wanted)
     if truth is None or number is None:
         return bool(answer) and answer == wanted
     return abs(number - truth) <= tolerance * abs(truth)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
 
 
 def _table(said: Table | None, true: Table | None) -> float:

@@ -23,8 +23,7 @@ from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 from rayloop.data.published import source
-from rayloop.data.published.images import Pictures, fractions
-from rayloop.data.published.prepare import in_order, sizes, stratified
+from rayloop.data.published.prepare import Pictures, fractions, in_order, sizes, stratified
 from rayloop.data.published.source import ColumnMap, NewSplit, first
 from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.chart_rvr.data import ChartRows
