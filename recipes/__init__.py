@@ -1,10 +1,8 @@
-"""One folder per recipe. The modules of a recipe decide which commands it has.
+"""One folder per recipe; its modules decide which commands it has.
 
-``prepare`` has ``main(arguments) -> exit code``, which makes its dataset (``python -m rayloop data prepare NAME``);
-``score`` has ``SCORING``, how saved completions are scored (``python -m rayloop score NAME FILE``).
-
-Below ``datasets/`` are maps of published data sets: ``data prepare`` writes each under its file's name. What is below
-``benchmarks/`` is laid over a run's configuration by ``eval --benchmark``.
+``prepare`` has ``main(arguments) -> exit code`` (``data prepare NAME``), ``score`` has ``SCORING`` (``score NAME FILE``). Below
+``datasets/`` are maps of published data sets for ``data prepare``; files below ``benchmarks/`` are laid over a run's configuration
+by ``eval --benchmark``.
 """
 
 from __future__ import annotations

@@ -28,10 +28,8 @@ def evenly(tasks: Sequence[Task], limit: int | None) -> list[Task]:
 
 
 class TaskCursor:
-    """Which task comes next: each epoch is a permutation of 0 .. count - 1 that follows from the seed and the epoch.
-
-    ``tiers`` [count]: the first epoch visits those of the lowest tier first, and so on; empty: all are alike.
-    """
+    """The index of the next task: each epoch is a permutation of 0 .. count - 1 that follows from seed and epoch. With ``tiers``
+    [count] the first epoch visits the lowest tier first."""
 
     def __init__(self, count: int, seed: int, shuffle: bool = True, tiers: Sequence[int] = ()) -> None:
         if count < 1:

@@ -1,7 +1,5 @@
-"""Datasets: rows of a JSONL or parquet file as tasks.
-
-A row that cannot become a task is quarantined with its file, line and reason, or ends the run when ``strict`` is set.
-"""
+"""Datasets: rows of a JSONL or parquet file as tasks. A row that cannot become a task is quarantined with its place and the
+reason."""
 
 from __future__ import annotations
 

@@ -150,20 +150,16 @@ _File = tuple[str, int, int, int]
 
 
 class PromptImages:
-    """The images of prompts for one model: each file and content is probed, tinted (``model.position_tint``) and hashed once.
-
-    Safe to use from many threads. ``kept``: bytes beyond which the least recently shown are read again.
-    """
+    """The images of prompts for one model: each content is probed, tinted (``model.position_tint``) and hashed once. Thread-safe.
+    ``kept``: bytes beyond which the least recently shown are read again."""
 
     def __init__(self, geometry: ImageGeometry, tint: float = 0.0, max_pixels: int = MAX_PIXELS, kept: int = KEPT) -> None:
         self._geometry, self._tint, self._max_pixels = geometry, tint, max_pixels
         self._seen: Cache[tuple[_File | str, bool], PromptImage] = Cache(kept, lambda image: NAME + len(image.data or b""))
 
     def of(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
-        """With its bytes; without them for a file that the engine may read itself (``keep_file``), unless it is tinted.
-
-        Raises as ``rayloop.data.images.probe`` does.
-        """
+        """The image with its bytes, or without for a file that the engine may read itself (``keep_file``), unless it is tinted.
+        Raises as ``probe``."""
         keep_file = keep_file and source.data is None and not self._tint
         sha256 = None if source.data is None else hashlib.sha256(source.data).hexdigest()
         what = sha256 or _file(source.path)

@@ -15,10 +15,8 @@ _NEEDED = "one JSON object per line is needed"
 
 
 def rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of each row; a line that cannot be parsed comes as the DataFailure that says why.
-
-    Raises ConfigError when the file is missing, or as a whole something else than JSONL or parquet.
-    """
+    """(file:line, row) of each row; a line that cannot be parsed comes as the DataFailure that says why. Raises ConfigError when
+    the file is missing, or neither JSONL nor parquet."""
     if not path.is_file():
         raise ConfigError(f"{path} is no file; data files are JSONL or parquet")
     if path.suffix == ".parquet":

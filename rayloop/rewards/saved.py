@@ -20,10 +20,8 @@ PLAYED = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One completion: the texts of the sampled turns, and the task with the truth.
-
-    ``trajectory`` has the row's other data of the episode (``played``); ``step`` is the training step that the reward assumes.
-    """
+    """One completion: the texts of the sampled turns, the task with the truth, the row's other data of the episode
+    (``trajectory``), and the training step that the reward assumes."""
 
     texts: tuple[str, ...]
     task: Task

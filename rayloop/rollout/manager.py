@@ -225,10 +225,8 @@ class RolloutManager:
         }
 
     def restore(self, state: Mapping[str, Any], own: Own) -> None:
-        """Go on where ``state`` was taken: groups that were in flight will be issued again. ``own`` keeps a payload.
-
-        Raises CheckpointError when data, seed or shuffling have changed. A row that the data no longer has keeps its id.
-        """
+        """Go on where ``state`` was taken: groups that were in flight will be issued again. ``own`` keeps a payload. Raises
+        CheckpointError when data, seed or shuffling have changed. A row that the data no longer has keeps its id."""
         tasks = {task.id: task for task in self.dataset}
 
         def task(id: str) -> Task:

@@ -258,9 +258,7 @@ GROWTH = 1.25
 
 class ConcurrencyLimit:
     """How many episodes play at once: ``limit`` until an engine's cache is full and requests wait for it, then as many as it holds.
-
-    Engines without a cache that can run out (``EngineHealth.cache`` None) never set it.
-    """
+    Engines without such a cache (``EngineHealth.cache`` None) never change it."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit

@@ -1,8 +1,7 @@
 """Supervised steps on the answers of the training rows: the stage before GRPO, on the same engine and data.
 
-The gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1, so an answer is a trajectory whose
-sampled turn is the answer (of several turns: what the assistant says), and the trainer needs no second code path. The model
-folder that it writes is what ``model.path`` of a run takes. Here is what the stage consists of; cluster/stages/sft.py runs it.
+The gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1: an answer is a trajectory whose sampled turns
+are the assistant's. ``model.path`` of a run takes the written folder; cluster/stages/sft.py runs the stage.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ ASSISTANT = "assistant"
 
 
 class Answers(Protocol):
-    """Gives the text that the policy should have written, or a conversation: messages of the role ``assistant``, which it should
-    have written, and between them what it was shown. ``rng`` is for answers that are drawn.
+    """Gives the answer that the policy should have written: a text, or a conversation whose ``assistant`` messages are trained.
 
-    ``tokens``: texts that a tiny model made for this recipe has as single tokens.
+    ``rng`` is for answers that are drawn; ``tokens`` are texts that a tiny model made for this recipe has as single tokens.
     """
 
     tokens: tuple[str, ...]
@@ -150,10 +148,7 @@ def make_tiny(config: SftConfig) -> None:
 
 
 class SftProgress:
-    """Makes the lines of progress: means over the steps since the last line; ``rows`` counts their rows.
-
-    ``spent``: seconds before this part of the stage.
-    """
+    """Makes the lines of progress, of means since the last line. ``spent``: seconds before this part of the stage."""
 
     def __init__(self, spent: float = 0.0) -> None:
         self._last = time.monotonic()

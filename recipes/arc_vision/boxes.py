@@ -94,11 +94,8 @@ def area(of: Box) -> float:
 
 
 class BlindBox:
-    """Answers with the box that has the highest mean IoU over the training rows with the same instruction.
-
-    Candidates are those rows' own boxes and their median. An instruction with fewer than ``fewest`` rows falls back to
-    its page type, and a page type that training has not, to all rows.
-    """
+    """Answers with the box of the highest mean IoU over the training rows with the same instruction: one of their own boxes, or
+    their median. With fewer than ``fewest`` rows it takes those of the page type, else all rows."""
 
     class Settings(SettingsModel):
         fewest: int = 3

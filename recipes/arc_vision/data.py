@@ -18,11 +18,8 @@ from rayloop.data.dataset import field, image_entry
 
 
 class GroundingRows:
-    """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}.
-
-    The page type (``extra_info.element_type``, or ``page``) becomes the task's source, and splits the metrics; other columns of a
-    flat row, such as ScreenSpot's ``platform`` and ``element``, are in the task's ``extra``.
-    """
+    """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}; other columns are in the task's
+    ``extra``. The page type (``extra_info.element_type``, or ``page``) is the task's source, which splits the metrics."""
 
     class Settings(SettingsModel):
         prompt: str = (

@@ -1,7 +1,6 @@
-"""How Arc Vision's own two reward functions find a box in a text, for the variants of ``ArcVisionReward``.
+"""The box parsers and tool payments of Arc Vision's own reward functions (jbarnes850/verl at b2577e0), for the original variants.
 
-Stated from jbarnes850/verl at b2577e0: the function that it trained with, and the one in its library. Both guess; that is
-why neither is the default (README.md). Each search is linear in the text, which a policy wrote.
+Both parsers guess, so neither is the default (README.md). Each search is linear in the text, which a policy wrote.
 """
 
 from __future__ import annotations
@@ -49,10 +48,8 @@ def looks_like_box(text: str) -> bool:
 
 
 def trained_box(text: str) -> Box | None:
-    """The box of the training function: the first of 13 notations with four numbers.
-
-    Corners are put in order, pixels divided by the first usual screen that holds them, and all clamped to 0..1.
-    """
+    """The box of the training function: the first of 13 notations with four numbers. Corners are put in order, pixels divided by
+    the first usual screen that holds them, and all clamped to 0..1."""
     for notation in _NOTATIONS:
         found = notation.search(text)
         numbers = _numbers(found[1]) if found else ()
@@ -111,15 +108,14 @@ _CENTRE = (0.25, 0.25, 0.75, 0.75)
 
 
 class Simulated:
-    """An episode's tools. ``gain`` is the sum that zooming earned (the tool's own ``calc_reward``)."""
+    """An episode's tools. The original only logged their rewards. ``gain`` is the sum of the zooms' (its ``calc_reward``)."""
 
     def __init__(self) -> None:
         self.gain = self._waited = 0.0
         self._calls: dict[str, int] = {}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> float:
-        """The step reward of a call; 0 for an unknown tool. Raises TypeError and ValueError for arguments of another
-        kind."""
+        """The step reward of a call; 0 for an unknown tool. Raises TypeError and ValueError for arguments of another kind."""
         known = {"zoom_ui_element": self._zoom, "wait_for_ui": self._wait, "inspect_element": self._inspect}
         if name not in known:
             return 0.0

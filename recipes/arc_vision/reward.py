@@ -1,7 +1,4 @@
-"""Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's formula on top of it.
-
-Boxes are read as boxes.py says, except in the variants that reproduce the originals (original.py).
-"""
+"""Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's formula on top of it."""
 
 from __future__ import annotations
 
@@ -183,10 +180,8 @@ class ArcVisionReward:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode: the sampled turns' ``texts``, and for each whether its call was executed (None: unknown, all count).
-
-    ``size``: of the image, in the unit of answers that are no fractions, None when it is not known.
-    """
+    """An episode: the sampled turns' ``texts``, whether each turn's call was executed (None: unknown, all count), and the image's
+    ``size`` in the unit of answers that are no fractions (None: unknown)."""
 
     texts: Sequence[str]
     executed: Sequence[bool] | None = None
@@ -195,11 +190,9 @@ class Played:
 
 
 def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: ArcVisionWeights | None = None) -> Scored:
-    """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0).
-
-    ``corrected`` counts calls that were carried out (the environment carries out a turn's last one) and reads the last turn's
-    answer; the originals' variants count what was written, and read an answer anywhere in the episode.
-    """
+    """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0). ``corrected`` counts executed calls (a
+    turn's last one) and reads the last turn's answer; the originals count written calls, and read an answer anywhere in the
+    episode."""
     corrected, weights = settings.variant == "corrected", weights or settings.weights
     text = played.texts[-1] if corrected else "\n".join(played.texts)
     written = [[call.lower() for tag in settings.call_tags for call in inside(tag, turn)] for turn in played.texts]

@@ -1,7 +1,6 @@
 """How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant: original`` of ``ArpoReward``.
 
-Nothing is carried out here: the code that the original would run is a text, made to find out whether making it fails. What acts in
-our environments is read by ``rayloop/envs/grammar``.
+Its code for an action is only made, to find out whether that fails; environments act by ``rayloop/envs/grammar``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Writes rows of OSWorld's task lists: ``python -m rayloop data prepare osworld --out DIR --from evaluation_examples``.
 
-A list is JSON, ``{domain: [id, ...]}``; ARPO trains on one of 128 tasks and on one of 32 of them. The folder is OSWorld's own
-(``evaluation_examples``), which has each task below ``examples/DOMAIN/ID.json``. No real folder has been read here.
+A list is JSON, ``{domain: [id, ...]}``; each task is in ``examples/DOMAIN/ID.json``. No real folder has been read here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Charts drawn from a table, each with a question, its exact answer and the steps to it.
-
-Rows are made from a seed alone; matplotlib draws them, and the same release draws the same pixels.
-"""
+"""Charts drawn from a table, each with a question, its exact answer and the steps to it. The same seed and the same release of
+matplotlib draw the same pixels."""
 
 from __future__ import annotations
 

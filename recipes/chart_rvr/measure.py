@@ -33,8 +33,7 @@ SIMILAR = 0.5
 class ChartAnswer:
     """Pays the share of the answer that is right by the benchmark's rule; components ``accuracy``, ``relaxed`` and ``exact``.
 
-    The answer is what the tag ``answer`` holds, or the whole text without one, as the published evaluation reads it. It reads the
-    columns ``kind`` (type of the question) and ``year`` of the row for ChartQAPro (``keep: [kind, year]`` of ChartRows).
+    The answer is the content of the tag ``answer``, else the whole text. ChartQAPro needs ``keep: [kind, year]`` of ChartRows.
     """
 
     class Settings(SettingsModel):
@@ -61,9 +60,9 @@ def chartqapro(said: str, true: str, kind: str, year: Any = None) -> float:
     """Relaxed correctness as ChartQAPro defines it, 0..1: lists item by item, one too many or too few counting 0; years, fact
     checking and multiple choice exactly; numbers within 5 %, per cent signs apart; other texts by ANLS.
 
-    ``year``: "YES" for each item of the answer that is a year; one entry stands for all. Of a conversation the last is the
-    answer's. Source: evaluate_predictions.py of vis-nlp/ChartQAPro, and its paper, which asks for exact answers to ``EXACTLY``
-    (the script works that out, and does not use it). A list without quotes is read on both sides.
+    ``year``: "YES" for each item of the answer that is a year; one entry stands for all, and of a conversation the last counts.
+    Source: evaluate_predictions.py of vis-nlp/ChartQAPro, and its paper, which asks for exact answers to ``EXACTLY`` (the script
+    does not).
     """
     mine, theirs = _items(said), _items(true)
     flags = [str(flag).upper() == "YES" for flag in (year if isinstance(year, list | tuple) else [year])]
@@ -119,11 +118,8 @@ PATIENCE = 600.0
 
 
 class BlindChart:
-    """Writes the completion with the highest mean reward over the training rows with the same question.
-
-    Candidates are those rows' own supervised answers, and one of what is most frequent at each place. A question with fewer than
-    ``fewest`` rows falls back to all rows.
-    """
+    """Writes the completion with the highest mean reward over the training rows with the same question: one of their supervised
+    answers, or the most frequent value of each place. With fewer than ``fewest`` rows it takes all rows."""
 
     class Settings(SettingsModel):
         reward: Annotated[Component, Role("reward source", ("score",))]

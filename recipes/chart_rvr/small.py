@@ -1,7 +1,6 @@
 """Charts for a tiny model that cannot read letters: three items that are colours, values from 1 to 9, 84 x 84 pixels.
 
-They have the form of ``charts.py``: a table, a question, its answer and the steps to it. Every column of 28 pixels holds one item,
-as one image token of the model does.
+Every column of 28 pixels, one image token, holds one item. The rows have the form of ``charts.py``.
 """
 
 from __future__ import annotations

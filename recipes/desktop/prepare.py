@@ -1,7 +1,5 @@
-"""Writes desktop tasks as rows: ``python -m rayloop data prepare desktop --out DIR`` makes train.jsonl and val.jsonl.
-
-A row for each task of the shipped file, or of one's own (``--tasks``, as in the environment's settings); every fourth is held out.
-"""
+"""Writes desktop tasks as rows: ``python -m rayloop data prepare desktop --out DIR`` makes train.jsonl and val.jsonl (every
+fourth)."""
 
 from __future__ import annotations
 

@@ -17,10 +17,8 @@ from rayloop.data.dataset import field
 
 
 def rows(train: int, evaluation: int, shortest: int, longest: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """Training and evaluation rows {id, digits}; no sequence of digits occurs twice. Equal arguments, equal rows.
-
-    Raises ValueError when there are fewer sequences of these lengths than rows asked for.
-    """
+    """Training and evaluation rows {id, digits}; no sequence of digits occurs twice. Equal arguments, equal rows. Raises ValueError
+    when there are fewer sequences of these lengths than rows asked for."""
     if not 1 <= shortest <= longest:
         raise ValueError(f"lengths must satisfy 1 <= shortest <= longest, not {shortest} and {longest}")
     if train + evaluation > (available := sum(10**length for length in range(shortest, longest + 1))):

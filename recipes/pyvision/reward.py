@@ -1,7 +1,4 @@
-"""PyVision's reward: a right answer earns 1, and 0.1 more for each turn whose code was executed. A wrong one earns no bonus.
-
-The bonus is what keeps a policy from giving up its tool ("interaction collapse"); it is paid for right answers only.
-"""
+"""PyVision's reward: 1 for a right answer, and 0.1 more for each turn whose code ran, so that a policy keeps using its tool."""
 
 from __future__ import annotations
 

@@ -17,10 +17,8 @@ CALLS = ("calls", "tool_turns_executed", "tool_cnt")
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, answer, question?, data_source?, calls?, transcript?}``, or a line of a run's ``rollouts``. Raises
-    DataFailure.
-
-    ``transcript``: all that followed the prompt, tool output included, which the original reads."""
+    """``{completion, answer, question?, data_source?, calls?, transcript?}``, or a line of ``rollouts``. ``transcript``, which the
+    original reads: everything behind the prompt, tool output included. Raises DataFailure."""
     question = row.get("question", row.get("prompt"))
     messages = (Message("user", (question,)),) if isinstance(question, str) else ()
     source = str(row.get("data_source") or row.get("source") or row.get("kind") or "")

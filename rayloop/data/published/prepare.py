@@ -256,10 +256,8 @@ class Pictures:
         self._sizes: dict[str, tuple[int, int]] = {}
 
     def keep(self, entry: Any, beside: str, where: str) -> tuple[str, int, int]:
-        """The image's path relative to ``out``, its width and height in pixels; other formats than ours become PNG.
-
-        Raises DataFailure.
-        """
+        """The image's path relative to ``out``, its width and height in pixels; other formats than ours become PNG. Raises
+        DataFailure."""
         data = _plain(self._bytes(entry, beside, where), where)
         name = hashlib.sha256(data).hexdigest()[:NAME]
         with Image.open(io.BytesIO(data)) as image:
@@ -274,9 +272,7 @@ class Pictures:
 
     def frames(self, entry: Any, beside: str, where: str) -> list[Any]:
         """A video as the interpreter reads it: the path of an animated picture, or those of its frames in the folder of its name.
-
-        Raises DataFailure for a film (mp4, webm): nothing here takes one apart.
-        """
+        Raises DataFailure for a film (mp4, webm)."""
         found: list[Any] = []
         for one in entry if isinstance(entry, list | tuple) else (entry,):
             path = self._found(str(one), beside, where, or_folder=True)

@@ -181,10 +181,8 @@ def present(how: ColumnMap, root: Path) -> tuple[str, ...]:
 
 
 def entries(how: ColumnMap, root: Path, split: str) -> Iterator[Mapping[str, Any] | DataFailure]:
-    """The rows of a published split, with ``@split``, ``@file``, ``@index`` and ``@folder`` (their file's) as columns.
-
-    A line that cannot be read comes as the DataFailure that says why. Raises ConfigError.
-    """
+    """The rows of a published split, with ``@split``, ``@file``, ``@index`` and ``@folder`` (their file's) as columns, and a
+    DataFailure for each line that cannot be read. Raises ConfigError."""
     index = 0
     for path in files(how, root, split):
         for row in _rows(path, how.rows_at):

@@ -1,4 +1,4 @@
-"""Embedders: any server with the OpenAI interface, or counts of words without a model."""
+"""Embedders (any server with the OpenAI interface, or counts of words), and cosines of texts embedded in batches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ Vector: TypeAlias = "np.ndarray"
 
 
 class Embedder(Protocol):
-    """Makes vectors of texts: ``embed`` returns one per text, in their order, all of one length. It is called in a thread and may
-    block. Whatever it raises leaves the trajectories unscored, never paid 0."""
+    """Makes vectors of texts. It is called in a thread and may block; its errors leave the trajectories unscored."""
 
     def embed(self, texts: Sequence[str]) -> Sequence[Sequence[float]]:
         """One vector for each text, all of one length."""
@@ -37,8 +36,8 @@ class Unavailable(InfrastructureFailure):
 
 
 class Similarity:
-    """Cosines of pairs. Texts of calls that are made within ``wait`` seconds are embedded together, each once, at most ``batch`` at
-    a time. One event loop at a time; an empty text is not sent."""
+    """Cosines of pairs. Texts of calls within ``wait`` seconds are embedded together, each once, at most ``batch`` at a time. One
+    event loop at a time; an empty text is not sent."""
 
     def __init__(self, embedder: Embedder, batch: int, wait: float, timeout: float) -> None:
         self._embedder, self._batch, self._wait, self._timeout = embedder, batch, wait, timeout
@@ -47,10 +46,8 @@ class Similarity:
         self._running: set[asyncio.Task[None]] = set()
 
     async def cosines(self, pairs: Sequence[Pair]) -> list[float]:
-        """Cosines of the pairs, -1..1; 0 with one empty text, 1 with two.
-
-        Raises the embedder's errors, Unavailable, DeadlineExceeded.
-        """
+        """Cosines of the pairs, -1..1; 0 with one empty text, 1 with two. Raises the embedder's errors, Unavailable,
+        DeadlineExceeded."""
         texts = {text for pair in pairs for text in pair if text}
         futures = {text: self._ask(text) for text in texts}
         if futures:
@@ -117,10 +114,7 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 class OpenAiEmbedder:
-    """``POST {url}/embeddings`` of any server with that interface: vLLM, text-embeddings-inference, infinity, the cloud's.
-
-    The published runs used ``sentence-transformers/all-MiniLM-L6-v2``.
-    """
+    """``POST {url}/embeddings`` of any server with that interface: vLLM, text-embeddings-inference, infinity, the cloud's."""
 
     class Settings(SettingsModel):
         url: str = "http://127.0.0.1:8000/v1"
@@ -157,10 +151,8 @@ class OpenAiEmbedder:
 
 
 class WordEmbedder:
-    """Counts of words in ``size`` places: no model, no network, no meaning. For tests, dry runs and machines without a server.
-
-    Equal texts have cosine 1, texts without a common word about 0.
-    """
+    """Counts of words in ``size`` places, without a model, for tests and dry runs: texts without a common word have cosine about
+    0."""
 
     class Settings(SettingsModel):
         size: int = Field(4096, ge=16)

@@ -79,7 +79,7 @@ def steps_of(text: str) -> list[str]:
 
 def pieces(text: str) -> int:
     """The approximate number of tokens of a text: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer
-    splits first. It splits rare words further, so this is a little less."""
+    splits first."""
     return len((_ASCII if text.isascii() else _PIECE).findall(text))
 
 
@@ -155,10 +155,8 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChartSample:
-    """``text`` is the raw completion; ``tokens`` the number of sampled tokens, None when unknown.
-
-    ``table`` and ``reasoning`` may be None: the row's rationale could not be parsed when the data was made. ``where``: the row.
-    """
+    """``text`` is the raw completion; ``tokens`` the number of sampled tokens, None when unknown; ``where`` the row. ``table`` and
+    ``reasoning`` are None where the row has none."""
 
     text: str
     label: Any = None
