@@ -24,7 +24,7 @@ COMMANDS = {
     "estimate": ("rayloop.commands.estimate", "steps, tokens, time and memory of a run before it is started"),
     "score": ("rayloop.commands.score", "what a recipe's reward says about saved completions"),
     "export": ("rayloop.commands.train:add_export", "write a checkpoint as a folder that plain transformers loads"),
-    "report": ("rayloop.commands.report", "write a run's curves and trajectories as one HTML file"),
+    "report": ("rayloop.commands.train:add_report", "write a run's curves and trajectories as one HTML file"),
     "status": ("rayloop.commands.live.status", "how a run does: step, checkpoint, what of each role serves and is lost"),
     "logs": ("rayloop.commands.live.logs", "what the actors of a run have printed"),
     "stacks": ("rayloop.commands.live.stacks", "what every actor of a live run is doing, thread by thread"),

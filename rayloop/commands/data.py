@@ -72,7 +72,7 @@ def _made(name: str, options: list[str]) -> int:
 
 
 def validate_run(config: RunConfig) -> int:
-    """Check the rows of a run with its own reader, and that no row is both trained on and held out. Returns 0 or 1; raises as
+    """Check a run's rows with its own reader, and that no row is both trained on and held out. Returns 0 or 1; raises as
     ``check``."""
     files = [Path(path) for path in (config.data.train, config.data.eval) if path is not None]
     length, limit = _length(config), config.environment.episode.max_prompt_tokens

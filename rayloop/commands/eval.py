@@ -13,6 +13,7 @@ from rayloop.run.preflight import preflight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``eval``."""
     add_run(parser, "evaluation.limit=100")
     parser.add_argument("--checkpoint", type=Path, help="run folder, checkpoint or model folder (default: model.path)")
     parser.add_argument(
@@ -46,6 +47,7 @@ def evaluation_folder(config: RunConfig, checkpoint: Path | None, benchmark: str
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Evaluate. Returns the exit code; raises RayloopError."""
     with cluster(arguments) as (address, temporary):
         name = arguments.benchmark
         config = read(arguments.config, arguments.overrides, [recipes.benchmarks()[name]] if name else [])

@@ -1,4 +1,4 @@
-"""``train``, ``try``, ``sft`` and ``export``: train a policy, look at one row first, and write what was trained."""
+"""``train``, ``try``, ``sft``, ``export`` and ``report``: train a policy, look at one row first, write the model and a page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rayloop.commands.arguments import add_cluster, add_overrides, add_run, cluster
 from rayloop.config.settings import check_components, dump, load
+from rayloop.core.failures import ConfigError
 from rayloop.launch.again import supervised
 from rayloop.run.config import read
 from rayloop.run.preflight import preflight
@@ -90,3 +91,23 @@ def _export(arguments: argparse.Namespace) -> int:
     from rayloop.run.export import export  # imports torch
 
     return export(arguments.checkpoint, arguments.out, arguments.dtype)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``report``, which writes a run's curves and trajectories as one HTML file."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
+    parser.add_argument("--groups", type=int, default=200, metavar="N", help="recorded groups to show, evenly spread")
+    parser.add_argument("--files", action="store_true", help="write training_metrics.json and task_results/ into RUN_DIR as well")
+    parser.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from rayloop.view.page import write_files, write_page
+
+    if arguments.groups < 0:
+        raise ConfigError(f"--groups {arguments.groups}: expected 0 or more")
+    print(write_page(arguments.run_folder, arguments.out, arguments.groups))
+    for written in write_files(arguments.run_folder) if arguments.files else ():
+        print(written)
+    return 0

@@ -1,5 +1,4 @@
-"""Datasets: rows of a JSONL or parquet file as tasks. A row that cannot become a task is quarantined with its place and the
-reason."""
+"""Rows of a JSONL or parquet file as tasks. A row that cannot become a task is quarantined with its place and the reason."""
 
 from __future__ import annotations
 
@@ -38,7 +37,8 @@ class Reader(Protocol):
 
     A task whose ``environment`` is empty gets the text in the row's column of that name. Raises DataFailure."""
 
-    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task: ...
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row as a task."""
 
 
 class Dataset:
@@ -173,6 +173,7 @@ class ChatRows:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row as a task. Raises DataFailure."""
         prompt = self._settings.prompt
         if prompt not in row:
             present = ", ".join(list(row)[:20]) or "none"

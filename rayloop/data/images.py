@@ -41,6 +41,7 @@ class ImageGeometry:
 
     @property
     def factor(self) -> int:
+        """Pixels of the side of an image token."""
         return self.patch * self.merge
 
 
@@ -75,8 +76,7 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
 
 
 def read(source: ImageSource) -> bytes:
-    """The encoded bytes, unchecked. Raises DataFailure when the file is missing or unreadable, InfrastructureFailure when the file
-    system fails."""
+    """The encoded bytes, unchecked. Raises DataFailure for an unreadable file, InfrastructureFailure when the file system fails."""
     if source.data is not None:
         return source.data
     if source.path is None:
@@ -113,8 +113,8 @@ def tinted(data: bytes, strength: float) -> bytes:
 def smart_resize(
     height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 14 * 14 * 4 * 1280
 ) -> tuple[int, int]:
-    """(height, width) after Qwen2-VL's resize: multiples of ``factor``, area in the range. Equal by test to ``smart_resize`` of
-    transformers' Qwen2-VL image processor."""
+    """(height, width) after ``smart_resize`` of transformers' Qwen2-VL: multiples of ``factor``, area in the range. Equal by
+    test."""
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
@@ -158,8 +158,7 @@ class PromptImages:
         self._seen: Cache[tuple[_File | str, bool], PromptImage] = Cache(kept, lambda image: NAME + len(image.data or b""))
 
     def of(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
-        """The image with its bytes, or without for a file that the engine may read itself (``keep_file``), unless it is tinted.
-        Raises as ``probe``."""
+        """The image; without its bytes for an untinted file that the engine reads itself (``keep_file``). Raises as ``probe``."""
         keep_file = keep_file and source.data is None and not self._tint
         sha256 = None if source.data is None else hashlib.sha256(source.data).hexdigest()
         what = sha256 or _file(source.path)

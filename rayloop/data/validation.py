@@ -94,8 +94,7 @@ def _hash(image: ImageSource) -> str:
 
 
 def _row(task: Task, images: Sequence[str]) -> str:
-    """Of the same question about the same images, whatever its id. A task of an environment's own (a page and its seed) differs by
-    its ``extra``."""
+    """The hash of a question and its images, whatever its id; of a task of an environment's own also of its ``extra``."""
     texts = [part for message in task.messages for part in message.parts if isinstance(part, str)]
     own = {name: value for name, value in task.extra.items() if name not in ("id", "root", "index", "split")}
     return hashlib.sha256(repr((texts, images, "" if images else sorted(map(str, own.items())))).encode()).hexdigest()

@@ -128,20 +128,12 @@ class FunctionReward:
             raise TypeError(f"the reward function wants {', '.join(lacks)}, and the row has no such column; offered are {known}")
         return chosen
 
-
-class TrajectoryFunction(FunctionReward):
-    """A function that is called with one trajectory (``reward.per: trajectory``)."""
-
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
-        """The outcome of one trajectory."""
+        """The outcome of one trajectory (``reward.per: trajectory``)."""
         return self._call(RewardCall(self._takes, [trajectory], task, [context]), self._form.outcome)
 
-
-class GroupFunction(FunctionReward):
-    """A function that is called with the trajectories of a group (``reward.per: group``)."""
-
     def score_group(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> Any:
-        """The outcomes of a group, in order."""
+        """The outcomes of a group, in order (``reward.per: group``)."""
         call = RewardCall(self._takes, trajectories, task, contexts)
         return self._call(call, lambda result, parts: self._form.outcomes(result, len(trajectories), parts))
 
@@ -252,23 +244,19 @@ def as_source(source: Any, use: str, per: Per = "trajectory") -> RewardSource | 
     """The source itself, or a function of one of the forms as a source. Raises ConfigError that names the expected forms."""
     if hasattr(source, METHODS[per]):
         return source
-    kind, own = (TrajectoryFunction, OWN) if per == "trajectory" else (GroupFunction, GROUP)
+    own, form = (OWN, FunctionForm) if per == "trajectory" else (GROUP, GroupForm)
     takes = inspect.signature(source).parameters
-    made: FunctionReward | None = None
     if "completions" in takes:
-        made = kind(source, TrlForm())
-    elif "solution_str" in takes and per == "trajectory":
-        made = kind(source, VerlForm())
-    elif set(own) & set(takes) and set(_required(takes)) <= set(own):
-        made = kind(source, FunctionForm() if per == "trajectory" else GroupForm())
-    if made is None:
-        raise ConfigError(_no_reward(use, takes, per))
-    return made  # type: ignore[return-value] # of the kind that fits per
+        return FunctionReward(source, TrlForm())
+    if "solution_str" in takes and per == "trajectory":
+        return FunctionReward(source, VerlForm())
+    if set(own) & set(takes) and set(_required(takes)) <= set(own):
+        return FunctionReward(source, form())
+    raise ConfigError(_no_reward(use, takes, per))
 
 
 def around(source: Any) -> tuple[type[BaseException], ...]:
-    """The exceptions of a source that are failures of the infrastructure. Raises ConfigError when ``infrastructure`` is neither
-    True nor a tuple of exception types."""
+    """The exceptions of a source that are failures of the infrastructure. Raises ConfigError for an unusable ``infrastructure``."""
     declared = getattr(source, "infrastructure", False)
     if isinstance(declared, bool):
         return (Exception,) if declared else UNAVAILABLE

@@ -168,8 +168,8 @@ class RolloutManager:
             raise
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
-        """The payloads of these scored trajectories are gone. Others replace them at no cost to the step's budget, as often as that
-        has groups."""
+        """The payloads of these scored trajectories are gone. Others replace them at no cost to the step's budget, up to its
+        size."""
         self._reporter.event(incidents.PayloadLost(sorted(map(str, ids))))
         self.scheduler.make_up_for(self.finished.lose(ids))
         self.ready.lose(ids)

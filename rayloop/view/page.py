@@ -265,8 +265,7 @@ _LONGEST = 200
 
 
 def write_files(run: Path) -> list[Path]:
-    """Write ``training_metrics.json`` and ``task_results`` into the run's folder, replacing earlier ones, and return both.
-    Raises ConfigError for a folder without a run."""
+    """Write ``training_metrics.json`` and ``task_results`` into the run's folder; return both. Raises ConfigError without a run."""
     folder = open_run(run)
     results = folder.path / RESULTS
     results.mkdir(exist_ok=True)

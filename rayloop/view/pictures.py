@@ -83,8 +83,7 @@ def _numbers(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], lis
 
 
 def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
-    """Held-out images with the true box and those of the first and the last evaluation; None without two evaluations of tasks with
-    an image and a box."""
+    """Held-out images with the true box and those of the first and the last evaluation; None without two such evaluations."""
     from matplotlib.figure import Figure
 
     files = list(folder.evaluations.files().items())
@@ -149,8 +148,7 @@ STEPS = (0, 95, 135, 175, 215, 255)
 
 
 def colours(environment: Mapping[str, str], terminal: bool) -> Colours | None:
-    """What can be shown, from the environment's variables: None where output is no terminal, or one without colours
-    (https://no-color.org too)."""
+    """The colours that a terminal shows, from the environment's variables (https://no-color.org too); None for none."""
     kind = environment.get("TERM", "")
     if not terminal or environment.get("NO_COLOR") or kind in ("", "dumb"):
         return None

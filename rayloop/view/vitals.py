@@ -36,6 +36,7 @@ class Role:
         self.spent.append(when)
 
     def budget_left(self, per_hour: int, now: float) -> int:
+        """How many of ``per_hour`` units of the budget are left at ``now``."""
         while self.spent and self.spent[0] < now - HOUR:
             self.spent.popleft()
         return max(0, per_hour - len(self.spent))
@@ -130,6 +131,7 @@ class Vitals:
         return role.budget_left(per_hour, now)
 
     def in_service(self, name: str) -> int:
+        """How many actors of the role serve."""
         role = self.roles[name]
         return max(0, role.wanted - len(role.out)) if self.up else 0
 

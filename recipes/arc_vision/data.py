@@ -108,8 +108,8 @@ class BoxAnswers:
 
 
 class LargeFirst:
-    """In the first epoch rows whose true box covers more than the first of ``areas``, then more than the second, then all others;
-    later epochs are mixed."""
+    """In the first epoch rows whose true box covers more than the first of ``areas``, then more than the second, then all
+    others."""
 
     class Settings(SettingsModel):
         areas: tuple[float, ...] = (0.05, 0.03)

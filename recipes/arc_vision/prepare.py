@@ -77,9 +77,8 @@ class RenderedPages:
 
 
 def prepare(out: Path, rows: Mapping[str, int], browser: str | None = None, jobs: int = 2) -> dict[str, Any]:
-    """Render ``rows[split]`` rows for each split, write ``out/<split>.parquet`` and ``out/manifest.json``; return the latter. A
-    page type with fewer different screens gives fewer rows. Raises ConfigError (unknown split, no Chromium, missing packages) and
-    InfrastructureFailure (the browser failed)."""
+    """Render ``rows[split]`` rows for each split into ``out``, and return the manifest. A page type with fewer screens gives fewer
+    rows. Raises ConfigError (unknown split, no Chromium, missing packages) and InfrastructureFailure (the browser failed)."""
     if unknown := [split for split in rows if split not in SPLITS]:
         raise ConfigError(f"no split is called {', '.join(unknown)}; there are {', '.join(SPLITS)}")
     browser = find_browser(browser)

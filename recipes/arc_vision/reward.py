@@ -168,8 +168,7 @@ class ArcVisionReward:
         self._settings = settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """Raises DataFailure when the ground truth is no box (the originals' variants take any four numbers), or the row's weights
-        are none."""
+        """Raises DataFailure for a ground truth that is no box (originals: not four numbers), or wrong weights in the row."""
         settings, weights = self._settings, None
         read = box if settings.variant == "corrected" else true_box
         if settings.variant == "corrected" and settings.row_weights:
@@ -190,9 +189,8 @@ class Played:
 
 
 def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: ArcVisionWeights | None = None) -> Scored:
-    """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0). ``corrected`` counts executed calls (a
-    turn's last one) and reads the last turn's answer; the originals count written calls, and read an answer anywhere in the
-    episode."""
+    """Arc Vision's training reward (jbarnes850/verl at b2577e0). ``corrected`` counts executed calls (a turn's last one) and reads
+    the last turn's answer; the originals count written calls, and read an answer anywhere in the episode."""
     corrected, weights = settings.variant == "corrected", weights or settings.weights
     text = played.texts[-1] if corrected else "\n".join(played.texts)
     written = [[call.lower() for tag in settings.call_tags for call in inside(tag, turn)] for turn in played.texts]

@@ -15,8 +15,7 @@ TRUTHS = ("ground_truth", "bbox", "truth", "gold", "label")
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, ground_truth: [x1, y1, x2, y2], image_size?: [width, height], step?}``, or a line of ``rollouts``. Raises
-    DataFailure."""
+    """``{completion, ground_truth: [x1, y1, x2, y2], image_size?, step?}``, or a line of ``rollouts``. Raises DataFailure."""
     task = Task(name_of(row, where), (), parsed(truth_of(row, TRUTHS, where)), extra=row)
     return Saved(texts_of(row, where), task, row, played(row), int(row.get("step") or 0))
 

@@ -17,8 +17,7 @@ WIDTH, HEIGHT = 1920, 1080
 """Pixels of its screens, whatever the real one is."""
 _ARROWS = {f"arrow{way}": way for way in ("left", "right", "up", "down")}
 _ENDS = ("finished", "wait", "error_env", "call_user")
-"""It stops reading a turn at these names, and makes no code for later calls. Its code knows only ``finished``; the others are
-unknown names to it."""
+"""It stops reading a turn at these names. Its code knows only ``finished``; the others are unknown names to it."""
 _POINTED = {
     "click": "click({x}, {y}, button='left')",
     "left_single": "click({x}, {y}, button='left')",
@@ -49,8 +48,7 @@ def resized(height: int, width: int) -> tuple[int, int]:
 
 
 def parsed(text: str) -> list[Parsed]:
-    """The calls behind the last ``Action:``, blank lines between them, up to the first of ``_ENDS``. Those behind it must be calls
-    in Python's syntax only. Raises Broken."""
+    """The calls behind the last ``Action:``, blank lines between them, up to the first of ``_ENDS``. Raises Broken."""
     text = text.strip()
     before, mark, written = text.rpartition("Action:")
     if not mark:

@@ -14,8 +14,7 @@ PAGES = (
     "click-button", "click-button-sequence", "click-dialog", "click-dialog-2", "click-tab",
     "click-test", "click-test-2", "focus-text", "focus-text-2",
 )  # fmt: skip
-"""Random clicks are rewarded now and then on each, so GRPO has a signal. A click beside everything costs a turn; most wrong ones
-end the episode."""
+"""Random clicks are rewarded now and then on each. A click beside everything costs a turn; most wrong ones end the episode."""
 ROWS = {"train": 900, "val": 72}
 """Numbers of rows in the shipped splits."""
 

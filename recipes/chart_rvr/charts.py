@@ -1,5 +1,4 @@
-"""Charts drawn from a table, each with a question, its exact answer and the steps to it. The same seed and the same release of
-matplotlib draw the same pixels."""
+"""Charts drawn from a table, each with a question, its answer and the steps to it. Equal seeds draw equal charts."""
 
 from __future__ import annotations
 

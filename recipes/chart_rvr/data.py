@@ -87,8 +87,8 @@ class ChartRows:
 
 
 class ConversationRows(ChartRows):
-    """Rows of ChartQAPro: what was asked and answered before (``questions``, ``answers``: lists that end with this one), and the
-    ``paragraph`` about the chart, stand before the question."""
+    """Rows of ChartQAPro: earlier ``questions`` and ``answers``, and the ``paragraph`` about the chart, stand before the
+    question."""
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row with what came before its question. Raises DataFailure."""

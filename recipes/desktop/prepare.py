@@ -1,5 +1,4 @@
-"""Writes desktop tasks as rows: ``python -m rayloop data prepare desktop --out DIR`` makes train.jsonl and val.jsonl (every
-fourth)."""
+"""Writes desktop tasks as rows: ``data prepare desktop --out DIR`` makes train.jsonl and val.jsonl (every fourth task)."""
 
 from __future__ import annotations
 

@@ -59,8 +59,7 @@ class PyVisionReward:
         self.transcript = settings.variant == "original"
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
-        """A judge that fails leaves the trajectory unscored. Raises what the judge raises, and DataFailure for a task
-        without the truth that its rule needs."""
+        """Unscored when the judge fails. Raises the judge's errors, and DataFailure for a task without the truth of its rule."""
         if self._settings.variant == "original":
             return self._original(trajectory, task, context)
         answer = extract(context.texts[-1], "tagged_box")

@@ -70,8 +70,7 @@ class Verifiers:
         return self._kinds[source]
 
     def judged(self, asked: Asked) -> Judged | Awaitable[Judged]:
-        """The accuracy, from 0 to 1. Raises DataFailure for a task without the truth that the rule needs, and what a judge
-        raises."""
+        """The accuracy, from 0 to 1. Raises the judge's errors, and DataFailure for a task without the truth of its rule."""
         match self.kind(asked.task.source):
             case "mra":
                 return _relative(asked)
@@ -167,8 +166,7 @@ class OptionReward:
 
 
 def inferred(answer: str, options: Mapping[str, str]) -> str | None:
-    """The letter of the one option that a sentence names, by its letter, its words or both; None for several, and for one that
-    denies something. ``options``: letter -> words."""
+    """The letter of the one option (letter -> words) that a sentence names; None for several, and for a denial."""
     if _NEGATED.search(answer):
         return None
     plain = _ARTICLE.sub(" ", answer)

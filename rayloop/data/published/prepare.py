@@ -49,13 +49,13 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     how = load(chosen.map if name == "generic" else maps[name], (), ColumnMap)
     source = folder(how, chosen.local, chosen.hub)
     wanted = Wanted(*_splits(chosen.splits, how), chosen.max_samples, chosen.original_split, chosen.seed)
-    made = prepare(how, source, chosen.out, wanted)
-    for split, count in made.rows.items():
+    written, left_out = prepare(how, source, chosen.out, wanted)
+    for split, count in written.items():
         print(f"{chosen.out / f'{split}.jsonl'}: {count} rows")
-    for failure in made.left_out[:SHOWN]:
+    for failure in left_out[:SHOWN]:
         print(f"left out: {failure}")
-    if len(made.left_out) > SHOWN:
-        print(f"left out: {len(made.left_out)} rows in all")
+    if len(left_out) > SHOWN:
+        print(f"left out: {len(left_out)} rows in all")
     return 0
 
 
@@ -70,18 +70,9 @@ class Wanted:
     seed: int = 0
 
 
-@dataclass
-class Prepared:
-    """``rows``: how many of each split were written; ``left_out``: why others were not."""
-
-    rows: dict[str, int]
-    left_out: list[DataFailure]
-
-
-def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> Prepared:
-    """Write ``out/SPLIT.jsonl`` and ``out/images``. Raises ConfigError when files are missing, or no row can be used.
-
-    Reads the published rows twice: first without their images, to choose."""
+def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
+    """Write ``out/SPLIT.jsonl`` and ``out/images``; return the rows of each split, and the rows left out. Reads the published rows
+    twice: first without images, to choose. Raises ConfigError when files are missing, or no row can be used."""
     splits = wanted.published or present(how, source)
     left_out: list[DataFailure] = []
     light: list[tuple[str, Row]] = []
@@ -114,7 +105,7 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
         if not wanted.original and split not in splits:
             random.Random(derive(wanted.seed, "order", split)).shuffle(rows)
         write_whole(out / f"{split}.jsonl", "".join(json.dumps(_clean(row)) + "\n" for row in rows).encode())
-    return Prepared({split: len(written[split]) for split in sorted(written, key=lambda one: one != REST)}, left_out)
+    return {split: len(written[split]) for split in sorted(written, key=lambda one: one != REST)}, left_out
 
 
 def _rows(how: ColumnMap, source: Path, split: str) -> Iterator[Row | DataFailure]:
@@ -256,8 +247,7 @@ class Pictures:
         self._sizes: dict[str, tuple[int, int]] = {}
 
     def keep(self, entry: Any, beside: str, where: str) -> tuple[str, int, int]:
-        """The image's path relative to ``out``, its width and height in pixels; other formats than ours become PNG. Raises
-        DataFailure."""
+        """The image's path relative to ``out``, width and height in pixels; other formats become PNG. Raises DataFailure."""
         data = _plain(self._bytes(entry, beside, where), where)
         name = hashlib.sha256(data).hexdigest()[:NAME]
         with Image.open(io.BytesIO(data)) as image:

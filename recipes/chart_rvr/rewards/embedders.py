@@ -36,8 +36,7 @@ class Unavailable(InfrastructureFailure):
 
 
 class Similarity:
-    """Cosines of pairs. Texts of calls within ``wait`` seconds are embedded together, each once, at most ``batch`` at a time. One
-    event loop at a time; an empty text is not sent."""
+    """Cosines of pairs. Texts of calls within ``wait`` seconds are embedded together, each once, at most ``batch`` at a time."""
 
     def __init__(self, embedder: Embedder, batch: int, wait: float, timeout: float) -> None:
         self._embedder, self._batch, self._wait, self._timeout = embedder, batch, wait, timeout
@@ -46,8 +45,7 @@ class Similarity:
         self._running: set[asyncio.Task[None]] = set()
 
     async def cosines(self, pairs: Sequence[Pair]) -> list[float]:
-        """Cosines of the pairs, -1..1; 0 with one empty text, 1 with two. Raises the embedder's errors, Unavailable,
-        DeadlineExceeded."""
+        """Cosines of the pairs; 0 with one empty text, 1 with two. Raises the embedder's errors, Unavailable, DeadlineExceeded."""
         texts = {text for pair in pairs for text in pair if text}
         futures = {text: self._ask(text) for text in texts}
         if futures:
@@ -151,8 +149,7 @@ class OpenAiEmbedder:
 
 
 class WordEmbedder:
-    """Counts of words in ``size`` places, without a model, for tests and dry runs: texts without a common word have cosine about
-    0."""
+    """Counts of words in ``size`` places, without a model: texts without a common word have a cosine of about 0."""
 
     class Settings(SettingsModel):
         size: int = Field(4096, ge=16)

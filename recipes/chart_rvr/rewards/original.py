@@ -22,8 +22,7 @@ _UNPARSED = object()
 
 
 def format_reward(text: str) -> float:
-    """2 when the blocks stand in order from the first character on and ``</answer>`` ends a line, else 0; text after that line is
-    not read. Linear in the text."""
+    """2 when the blocks stand in order from the first character on and ``</answer>`` ends a line, else 0. Linear in the text."""
     start = "<think>\n<type>"
     if not text.startswith(start):
         return 0.0

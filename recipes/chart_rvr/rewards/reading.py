@@ -78,8 +78,8 @@ def steps_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> int:
-    """The approximate number of tokens of a text: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer
-    splits first."""
+    """The approximate number of tokens: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer splits
+    first."""
     return len((_ASCII if text.isascii() else _PIECE).findall(text))
 
 
@@ -155,8 +155,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChartSample:
-    """``text`` is the raw completion; ``tokens`` the number of sampled tokens, None when unknown; ``where`` the row. ``table`` and
-    ``reasoning`` are None where the row has none."""
+    """A raw completion with its number of sampled tokens, and the row's truth; None where unknown. ``where`` is the row."""
 
     text: str
     label: Any = None
@@ -199,8 +198,7 @@ class Variant:
     """The components of ``SEVEN`` that it defines."""
 
     def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
-        """The components that need no embedder, and the measures ``relaxed`` and ``exact``. Raises DataFailure for a row without
-        label, and for a true table that is none."""
+        """The components that need no embedder, ``relaxed`` and ``exact``. Raises DataFailure for a row without a usable truth."""
         return [self._paid(sample) for sample in samples]
 
     def _paid(self, sample: ChartSample) -> Paid:

@@ -46,8 +46,8 @@ def readable(text: str) -> str:
 
 
 def same_answer(said: str, true: str, tolerance: Fraction, years: tuple[int, int]) -> bool:
-    """Relaxed accuracy: a number within ``tolerance`` (a share) of the true one, so that 0 is met by 0 only, a year exactly, a list
-    ``[a, b]`` item by item, anything else by its text."""
+    """Relaxed accuracy: a number within ``tolerance`` (a share), a year exactly, a list item by item, other answers by their
+    text."""
     if said == true:
         return True
     wanted = number(true)
