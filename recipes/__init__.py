@@ -1,9 +1,6 @@
-"""One folder per recipe; its modules decide which commands it has.
-
-``prepare`` has ``main(arguments) -> exit code`` (``data prepare NAME``), ``score`` has ``SCORING`` (``score NAME FILE``). Below
-``datasets/`` are maps of published data sets for ``data prepare``; files below ``benchmarks/`` are laid over a run's configuration
-by ``eval --benchmark``.
-"""
+"""One folder per recipe: ``prepare.main(arguments)`` makes its rows (``data prepare NAME``), ``score.SCORING`` scores completions.
+``data prepare`` reads maps of published data sets below ``datasets/``, ``eval --benchmark`` configurations below
+``benchmarks/``."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
@@ -144,7 +144,8 @@ def _counts(counted: Mapping[str, int]) -> str:
 async def score(path: Path, scoring: OfflineScoring, source: Any, variant: str, reward: str | None) -> ScoreSummary:
     """Score and print each row in the file's order. Raises ConfigError for a file that cannot be read."""
     summary = ScoreSummary()
-    for block in _blocks(_read(path, scoring), TOGETHER):
+    found = _read(path, scoring)
+    while block := list(islice(found, TOGETHER)):
         began = time.process_time()
         outcomes = await _outcomes(source, [saved for _, saved in block], reward)
         summary.seconds += time.process_time() - began
@@ -168,12 +169,6 @@ def _read(path: Path, scoring: OfflineScoring) -> Iterator[tuple[str, Saved | Da
                 yield where, scoring.read(row, where)
             except DataFailure as failure:
                 yield where, failure
-
-
-def _blocks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    left = iter(items)
-    while block := list(islice(left, size)):
-        yield block
 
 
 async def _outcomes(source: Any, block: Sequence[Saved | DataFailure], reward: str | None) -> list[Outcome]:

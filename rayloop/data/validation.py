@@ -10,7 +10,7 @@ from statistics import median
 
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import ImageSource, Task
+from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 
@@ -29,11 +29,9 @@ class Checked:
 
 
 def check(path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0) -> Checked:
-    """Read every row with ``reader`` and open its images; print each bad row with file, row and reason.
-
-    With ``length``, a prompt of more than ``limit`` tokens is a problem too; rows that repeat another are only counted. Raises
-    ConfigError when the file or the reader cannot be used, or a row names none of the ``kinds`` of environment, if there are any.
-    """
+    """Read every row with ``reader`` and open its images; print each bad row with place and reason. A prompt of more than ``limit``
+    tokens by ``length`` is bad too. Raises ConfigError when the file or the reader cannot be used, or a row names another
+    environment than ``kinds``, if there are any."""
     found, lengths, repeated = Checked(path), list[int](), list[str]()
 
     def report(failure: DataFailure) -> None:
@@ -45,7 +43,7 @@ def check(path: Path, reader: Component, kinds: Collection[str] = (), length: Le
     for task in dataset:
         where = dataset.where(task)
         try:
-            shown = [_hash(image) for image in task.images]
+            shown = [hashlib.sha256(probe(image)[0]).hexdigest() for image in task.images]
             if length is not None:
                 lengths.append(length(task))
                 if lengths[-1] > limit:
@@ -87,10 +85,6 @@ def unusable_images(task: Task, where: str) -> Iterator[DataFailure]:
             probe(image)
         except DataFailure as failure:
             yield DataFailure(where, str(failure))
-
-
-def _hash(image: ImageSource) -> str:
-    return hashlib.sha256(probe(image)[0]).hexdigest()
 
 
 def _row(task: Task, images: Sequence[str]) -> str:

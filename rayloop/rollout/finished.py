@@ -61,8 +61,7 @@ class ReadyGroups:
         return select(self.groups, self.settings.target, self.settings.filtering, oldest_first=self.settings.carry_over)
 
     def take(self, chosen: Selection, among: Collection[int]) -> None:
-        """The step trains on ``chosen.train``, chosen from the groups with the numbers ``among``. Left over groups compete again or
-        are surplus; groups that came later stay."""
+        """The step trains on ``chosen.train``, of the groups ``among`` (numbers). Others of these compete again or are surplus."""
         self.settle(chosen.train)
         self.groups = [group for group in self.groups if group.number not in among]
         if self.settings.carry_over:
@@ -147,7 +146,7 @@ class Quarantine(Protocol):
 
 
 class FinishedGroups:
-    """``groups`` ended since the last step, as they were after the filters; what was kept of them went to ``ready``."""
+    """The groups that ended since the last step, as they were after the filters; what was kept of them went to ``ready``."""
 
     def __init__(self, config: RunConfig, ledger: Ledger, ready: ReadyGroups, alarms: Alarms, blame: Quarantine) -> None:
         self.ledger, self.ready, self.alarms, self.blame = ledger, ready, alarms, blame

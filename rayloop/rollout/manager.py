@@ -1,7 +1,4 @@
-"""Rollouts: plays groups of tasks without end, and gives a step those that it trains on.
-
-A step waits only for groups that have begun, so the bound on staleness cannot stop it; episode deadlines bound the wait.
-"""
+"""Plays groups of tasks without end, and gives a step those that it trains on. A step waits only for groups that have begun."""
 
 from __future__ import annotations
 
@@ -66,7 +63,9 @@ class RolloutManager:
                         self._notify()
                         break
                     self.in_flight[request.number] = request
-                    group.create_task(self._produce(request, player, finish, self._turn()))
+                    before, done = self._last_commit, asyncio.get_running_loop().create_future()
+                    self._last_commit = done
+                    group.create_task(self._produce(request, player, finish, before, done))
                 await self._change()
 
     def _admissible(self) -> int:
@@ -77,21 +76,13 @@ class RolloutManager:
         occupied, rate = self.ready.survivors + self._taken, self.finished.acceptance.value
         return self.scheduler.admissible(ready=occupied, in_flight=len(self.in_flight), acceptance=rate)
 
-    def _turn(self) -> tuple[asyncio.Future[None] | None, asyncio.Future[None]]:
-        """In deterministic mode groups are committed in request order: each waits for the one before it."""
-        mine = asyncio.get_running_loop().create_future()
-        before, self._last_commit = self._last_commit, mine
-        return (before if self.config.rollout.deterministic else None), mine
-
     async def _produce(
-        self, request: GroupRequest, player: Player, finish: Finish,
-        turn: tuple[asyncio.Future[None] | None, asyncio.Future[None]],
-    ) -> None:  # fmt: skip
-        """Play one group, wait for its turn, finish it."""
-        before, done = turn
+        self, request: GroupRequest, player: Player, finish: Finish, before: asyncio.Future[None] | None, done: asyncio.Future[None]
+    ) -> None:
+        """Play and finish one group. In deterministic mode groups are committed in request order: ``before`` is the one before."""
         try:
             group = await self._playing.play(request, self.dataset[request.index], player)
-            if before is not None:
+            if before is not None and self.config.rollout.deterministic:
                 await asyncio.shield(before)
             group = await finish(group)
             if why := self.finished.commit(group):
@@ -131,13 +122,9 @@ class RolloutManager:
         self.ready.take(chosen, among)
         self.scheduler.begin_step()
         self._taken = sum(len(group.kept) for group in chosen.train)
-        return self._collected(chosen.train)
-
-    def _collected(self, groups: tuple[Group, ...]) -> Collected:
-        """What the step takes, and what happened since the one before, which is then forgotten."""
         finished, self.finished.groups = tuple(self.finished.groups), []
         dropped, self.ready.dropped = self.ready.dropped, Counter()
-        return Collected(groups, finished, dict(dropped), self.finished.acceptance.value, self.finished.buffer.stats())
+        return Collected(chosen.train, finished, dict(dropped), self.finished.acceptance.value, self.finished.buffer.stats())
 
     def synced(self, version: Version) -> None:
         """Engines serve ``version``: the groups of the step before are trained, and no longer count against the staleness bound."""

@@ -1,8 +1,5 @@
-"""Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back, for the checkpoint.
-
-A dataclass becomes a mapping of its fields, an id or a version a list of numbers. pydantic reads them back by type, which runs no
-code from the checkpoint. A new field without a default requires another ``SCHEMA`` (rayloop/run/identity.py).
-"""
+"""Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back, for the checkpoint; pydantic reads them by
+type, which runs no code. A new field without a default requires another ``SCHEMA`` (rayloop/run/identity.py)."""
 
 from __future__ import annotations
 

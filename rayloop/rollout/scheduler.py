@@ -54,11 +54,9 @@ def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: 
 
 
 class GroupRollout:
-    """Plays groups for the version that the engines serve. ``changed`` is called when an episode begins once more.
-
-    An episode's staleness counts from the version of its first token. Until the episode ends the driver assumes the version at
-    which it was let into the engines, which is that one or an older one.
-    """
+    """Plays groups for the version that the engines serve. ``changed`` is called when an episode begins once more. Until an episode
+    ends, the version that began it is assumed to be the served one when it was let into the engines, which is that or an older
+    one."""
 
     def __init__(self, config: RunConfig, changed: Callable[[], None]) -> None:
         self.config, self._changed = config, changed
@@ -73,15 +71,12 @@ class GroupRollout:
         self._began[request.number] = {}
         members = await player.play(asked, self.version.step, self._begins)
         for member in members:
-            self._ended(member)
+            self._set(member.summary.id, member.summary.first_version if isinstance(member.outcome, Scored) else None)
         return Group(request.number, task, tuple(members))
 
     def _begins(self, request: RolloutRequest) -> None:
         if self._set(request.id, self.version):
             self._changed()
-
-    def _ended(self, member: Member) -> None:
-        self._set(member.summary.id, member.summary.first_version if isinstance(member.outcome, Scored) else None)
 
     def _set(self, id: TrajectoryId, version: Version | None) -> bool:
         """Count an episode under the version that began it (None: no longer). Returns whether it was counted before."""
@@ -257,8 +252,8 @@ GROWTH = 1.25
 
 
 class ConcurrencyLimit:
-    """How many episodes play at once: ``limit`` until an engine's cache is full and requests wait for it, then as many as it holds.
-    Engines without such a cache (``EngineHealth.cache`` None) never change it."""
+    """How many episodes play at once: ``limit``, until an engine's cache is full and requests wait for it; then as many as it
+    holds."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit

@@ -29,10 +29,8 @@ ASSISTANT = "assistant"
 
 
 class Answers(Protocol):
-    """Gives the answer that the policy should have written: a text, or a conversation whose ``assistant`` messages are trained.
-
-    ``rng`` is for answers that are drawn; ``tokens`` are texts that a tiny model made for this recipe has as single tokens.
-    """
+    """Gives the answer to train on: a text, or a conversation with ``assistant`` messages. ``rng`` is for answers that are drawn,
+    ``tokens`` are texts that a tiny model made for this recipe has as single tokens."""
 
     tokens: tuple[str, ...]
 
@@ -47,8 +45,7 @@ class TinySettings(SettingsModel):
     vision: bool = True
     """Off makes a text-only model, for tasks without images and quick tests."""
     sizes: dict[str, int | float | bool] = {}
-    """Fields of rayloop.engines.tiny_vlm.TinySizes; the defaults give 2 to 3 M parameters. Raise them when the stage cannot fit
-    its own rows."""
+    """Fields of rayloop.engines.tiny_vlm.TinySizes (2 to 3 M parameters). Raise them when the stage cannot fit its own rows."""
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are Qwen2.5-VL's. With random
     weights, use the background's colour as mean: otherwise the constant background hides all differences."""
@@ -70,8 +67,7 @@ class SftConfig(SettingsModel):
     save_every: int | None = Field(None, gt=0)
     """Also write the model as ``output``/step_<N> after every so many steps, to choose one on held-out rows."""
     dtype: Dtype = "float32"
-    """Type of the written weights; training itself is ``engine.dtype`` over float32 master weights. bfloat16 halves the
-    files."""
+    """Type of the written weights (training has ``engine.dtype`` over float32 master weights). bfloat16 halves the files."""
     batch_size: int = Field(32, gt=0)
     """Rows per optimizer update, spread over the workers. Larger batches are smoother, and take longer each."""
     workers: int = Field(1, ge=1)

@@ -13,7 +13,7 @@ import base64
 import io
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -25,7 +25,7 @@ from rayloop.core.files import write_whole
 from rayloop.core.protocols import BoxReader
 from rayloop.core.types import ImageSource
 from rayloop.data.images import decode, probe
-from rayloop.run.folder import RolloutDump, RunFolder
+from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode
 from rayloop.view.reader import (
     ENDS,
@@ -293,16 +293,11 @@ def task_results(folder: RunFolder) -> dict[str, dict[str, Any]]:
     """Task -> its source, its held-out answers and its trajectories, in the order of steps."""
     found: dict[str, dict[str, Any]] = {}
     for kind, dump, keys in (("evaluations", folder.evaluations, HELD_OUT), ("training", folder.rollouts, TRAINED)):
-        for record in _records(dump):
+        for record in (one for file in dump.files().values() for one in JsonLines(file)):
             empty: dict[str, Any] = {"source": record["source"], "evaluations": [], "training": []}
             of_task = found.setdefault(record["task"], empty)
             of_task[kind].append({key: record[key] for key in keys if key in record})
     return found
-
-
-def _records(dump: RolloutDump) -> Iterator[Mapping[str, Any]]:
-    for file in dump.files().values():
-        yield from JsonLines(file)
 
 
 def _bytes(content: Mapping[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
-"""Boxes: read the answer and compare it with the truth; and the best constant box per instruction.
+"""Reads the box of an answer, compares it with the truth, and finds the best constant box per instruction.
 
-An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in its
-pixels. Of several the last counts. Other notations and corners in the wrong order are no box: nothing is guessed.
+An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in
+pixels; the last counts. Nothing else is guessed to be a box.
 """
 
 from __future__ import annotations

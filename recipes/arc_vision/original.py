@@ -1,7 +1,5 @@
 """The box parsers and tool payments of Arc Vision's own reward functions (jbarnes850/verl at b2577e0), for the original variants.
-
-Both parsers guess, so neither is the default (README.md). Each search is linear in the text, which a policy wrote.
-"""
+Both parsers guess. Each search is linear in the text, which a policy wrote."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Renders UI grounding on MiniWoB++ pages with a real Chromium: ``python -m rayloop data prepare arc_vision --out DIR``.
 
-The instruction is the page's own, the target is an element of its DOM, and a row is kept only when a real click on the
-middle of the target is rewarded by the page itself. Splits share page types (``ood`` has its own), never seeds, and no
-screenshot occurs with the same instruction twice. The files are parquet in Arc Vision's schema.
+A row is kept only when the page rewards a real click on the middle of the target. Splits share page types (``ood`` has its own),
+never seeds, and no screenshot occurs with the same instruction twice. The files are parquet in Arc Vision's schema.
 """
 
 from __future__ import annotations
@@ -94,7 +93,10 @@ def prepare(out: Path, rows: Mapping[str, int], browser: str | None = None, jobs
         write_parquet(out / f"{split}.parquet", split, members)
     manifest = {
         "made_with": {name: version(name) for name in ("miniwob", "pillow")} | {"chromium": browser_version(browser)},
-        "splits": {split: _described(members) for split, members in splits.items()},
+        "splits": {
+            split: {"rows": len(members), "pages": dict(Counter(row.page for row in members)), "sha256": digest(members)}
+            for split, members in splits.items()
+        },
         "seeds": {page: dict(result.counts) for page, result in zip(ALL_PAGES, rendered, strict=True)},
     }
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
@@ -198,10 +200,6 @@ def _interleaved(pages: list[list[PageRow]]) -> list[PageRow]:
     """Round robin over the page types, so that each prefix of a split has all of them."""
     longest = max(map(len, pages), default=0)
     return [page[index] for index in range(longest) for page in pages if index < len(page)]
-
-
-def _described(rows: list[PageRow]) -> dict[str, Any]:
-    return {"rows": len(rows), "pages": dict(Counter(row.page for row in rows)), "sha256": digest(rows)}
 
 
 def digest(rows: list[PageRow]) -> str:

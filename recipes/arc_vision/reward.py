@@ -133,8 +133,7 @@ class ArcVisionReward:
         the penalties ``wrong`` and ``excessive``, but takes ``excessive`` from r_tool for each call beyond ``max_tools``."""
         weights: ArcVisionWeights = ArcVisionWeights()
         row_weights: bool = True
-        """Whether a row's own ``reward_weights`` go before ``weights``; the originals never read them. Turn it off to set
-        all of them here."""
+        """Whether a row's own ``reward_weights`` go before ``weights``; the originals never read them. Off: all are set here."""
         pixels: Literal["image", "shown", "thousandths"] = "image"
         """What numbers above 1 are: pixels of the image file, of the copy that the model was shown (Qwen2.5-VL writes these), or
         thousandths of its sides (Qwen3-VL). The originals guess a screen."""

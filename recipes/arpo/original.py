@@ -1,7 +1,5 @@
-"""How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant: original`` of ``ArpoReward``.
-
-Its code for an action is only made, to find out whether that fails; environments act by ``rayloop/envs/grammar``.
-"""
+"""How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant: original``. Its code for an
+action is made only to find out whether that fails."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Writes rows of OSWorld's task lists: ``python -m rayloop data prepare osworld --out DIR --from evaluation_examples``.
-
-A list is JSON, ``{domain: [id, ...]}``; each task is in ``examples/DOMAIN/ID.json``. No real folder has been read here.
-"""
+"""Writes rows of OSWorld's task lists, JSON ``{domain: [id, ...]}`` with each task in ``examples/DOMAIN/ID.json``: ``python -m
+rayloop data prepare osworld --out DIR --from evaluation_examples``. No real folder has been read here."""
 
 from __future__ import annotations
 

@@ -31,10 +31,8 @@ SIMILAR = 0.5
 
 
 class ChartAnswer:
-    """Pays the share of the answer that is right by the benchmark's rule; components ``accuracy``, ``relaxed`` and ``exact``.
-
-    The answer is the content of the tag ``answer``, else the whole text. ChartQAPro needs ``keep: [kind, year]`` of ChartRows.
-    """
+    """Pays the share of the answer that is right by the benchmark's rule; components ``accuracy``, ``relaxed`` and ``exact``. The
+    answer is the content of the tag ``answer``, else the whole text. ChartQAPro needs ``keep: [kind, year]`` of ChartRows."""
 
     class Settings(SettingsModel):
         rule: Literal["relaxed", "chartqapro", "chartqapro_published"] = "relaxed"

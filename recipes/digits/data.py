@@ -67,11 +67,8 @@ _ANSWER = re.compile(r"[0-9\s,]*[0-9][0-9\s,]*")
 
 
 class SortReward:
-    """Right positions / max(length of the answer, length of the truth), so that longer answers gain nothing.
-
-    Components: ``exact`` (1 when all is right) and ``format``. An answer that is not just digits, blanks and commas
-    scores 0 with the flag ``unparsable``.
-    """
+    """Right positions / max(length of answer, length of truth). Components: ``exact`` (all right) and ``format``. An answer that is
+    not just digits, blanks and commas scores 0 with the flag ``unparsable``."""
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """The share of right positions, 0..1."""

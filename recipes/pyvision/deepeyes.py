@@ -36,14 +36,11 @@ class DeepEyesReward:
         mathematics: tuple[str, ...] = ("thinklite_eureka",)
         """Data sources that are paid by the second formula, and whose answers math-verify compares before a judge is asked."""
         verifiers: dict[str, Kind] = {}
-        """Which rule judges a data source, as in PyVisionReward; sources of ``mathematics`` have math unless they are named
-        here."""
+        """Which rule judges a data source, as in PyVisionReward; the default of sources of ``mathematics`` is math."""
         math_timeout: float = Field(5.0, gt=0)
-        """Seconds for one comparison by math-verify; then its process is ended and the judge is asked. Raise it for long
-        formulas."""
+        """Seconds for one comparison by math-verify; then the judge is asked. Raise it for long formulas."""
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
-        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``. Without one, rules
-        for short answers do."""
+        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``; else rules for short answers."""
 
     def __init__(self, settings: DeepEyesReward.Settings) -> None:
         """Raises ConfigError when math-verify is asked for and not installed; of ``mathematics`` the first such row does."""

@@ -35,8 +35,7 @@ class PyVisionReward:
         """corrected: the answer of the last turn, clean code counts. original: the published functions with their mistakes
         (README.md), which read the first answer of the whole transcript, tool output included; to repeat or ablate a run."""
         published: Literal["multi_task_verifier", "general_verifier", "vl_agent"] = "multi_task_verifier"
-        """Which of the published functions ``original`` is; sources of ``verifiers`` keep their rule. The first is what was
-        trained."""
+        """Which of the published functions ``original`` is (the first was trained); sources of ``verifiers`` keep their rule."""
         per_call: float = Field(0.1, ge=0)
         """Paid for each executed turn of a right answer. The original's 0.1; 0 pays for answers alone."""
         right_from: float = Field(0.5, ge=0, le=1)
@@ -45,8 +44,7 @@ class PyVisionReward:
         """Which rule judges a data source, by its name or a pattern with ``*``: mra (mean relative accuracy of numbers), option (a
         letter), math (equivalence), rules (short answers), judge (``accuracy``). All others: judge if there is one, else rules."""
         math_timeout: float = Field(5.0, gt=0)
-        """Seconds for one comparison by math-verify; then its process is ended and the answer is wrong. Raise it for long
-        formulas."""
+        """Seconds for one comparison by math-verify; then the answer is wrong. Raise it for long formulas."""
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
         """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``. Without one, rules do: the
         same text but for case and blanks, the same number, option or list."""

@@ -143,10 +143,8 @@ _ARTICLE = re.compile(r"(?<![\w'(])A(?= (?!or\b|and\b)[a-z])")
 class OptionReward:
     """1 for the right option, 0 for another, without a model: a letter, the option's words, or a sentence with one of them.
 
-    The answer stands in the last ``<answer>`` block, in a box in it or not, else in the last line, else in the whole turn. Of a
-    sentence the letter is inferred as VLMEvalKit does (arXiv 2407.11691), and only when nothing in it contradicts. Components:
-    ``accuracy``, and ``format`` (1 with such a block). An answer in which no option is found counts as wrong, with the flag
-    ``undecided``.
+    The answer is the last ``<answer>`` block, else the last line, else the turn. The letter of a sentence is inferred as VLMEvalKit
+    does (arXiv:2407.11691). Components: ``accuracy``, ``format`` (1 with such a block). Without an option: 0, flag ``undecided``.
     """
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:

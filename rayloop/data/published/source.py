@@ -40,15 +40,13 @@ class ColumnMap(SettingsModel):
     hub: str = ""
     """Name on the Hugging Face Hub (owner/name). Empty: it is not there, or nobody has looked, and ``--from`` is needed."""
     files: dict[str, tuple[str, ...]]
-    """Published split -> patterns of its files below the folder: parquet, JSONL, JSON (a list), TSV or CSV. The first pattern that
-    finds some counts, and each layout of a data set can have its own."""
+    """Published split -> patterns of its files (parquet, JSONL, JSON list, TSV, CSV); the first pattern that finds some counts."""
     rows_at: str = ""
     """In JSON files: the key of the list of rows, when the file is an object."""
     each: str = ""
     """A column with a list whose entries are rows of their own, such as the questions about one image."""
     columns: dict[str, Where]
-    """Our column -> theirs. A row without one of them is left out, and counted; ``image`` becomes a file. Without ``id`` a row is
-    called after its split and index."""
+    """Our column -> theirs. A row without one of them is left out; ``image`` becomes a file. The default ``id`` is split-index."""
     optional: dict[str, Where] = {}
     """The same for columns that a row may lack."""
     fixed: dict[str, Any] = {}

@@ -1,7 +1,5 @@
-"""The seven rewards as published, mistakes included: sanchit97/chartrl at 83c4406, its fork potate4/chartrl at 4948fe6.
-
-Texts are cut with ``str.split``, as there: where a tag is missing, its content is the whole text.
-"""
+"""The seven rewards as published, mistakes included: sanchit97/chartrl at 83c4406, its fork potate4/chartrl at 4948fe6. Texts are
+cut with ``str.split``: the content of a missing tag is the whole text."""
 
 from __future__ import annotations
 
@@ -36,8 +34,7 @@ def format_reward(text: str) -> float:
 
 
 def accuracy_reward(text: str, label: Any) -> float:
-    """1 for a number within 5 % of ``label + 1e-6``, the denominator with its sign; else for the same text in any case. A label
-    that is a number is never compared as a text."""
+    """1 for a number within 5 % of ``label + 1e-6``, the denominator with its sign; for a label that is a text the same text."""
     answer = trained_answer(text) if "<answer>" in text and "<think>" in text else ""
     if not answer:
         return 0.0
@@ -179,8 +176,7 @@ def evaluated_answer(text: str) -> str:
 
 
 def relaxed_accuracy(prediction: str, target: str, tolerance: float = 0.05, *, unanswerable: bool = False) -> float:
-    """1 for a number within ``tolerance`` of a target that is not 0 (``%`` divides by 100), else for the same text in any case. A
-    target ``unanswerable`` is right with that option."""
+    """1 for a number within ``tolerance`` of a target that is not 0 (``%`` divides by 100), else for the same text in any case."""
     if unanswerable and target.lower() == "unanswerable":
         return 1.0
     said, true = prediction.removesuffix(".").strip(), target.strip()

@@ -90,8 +90,7 @@ MOST = 250_000
 
 
 def shares(said: Table, true: Table) -> tuple[float, float]:
-    """Shares of the true headers and of the true cells that are there, each 0..1. A header or cell beyond the true number takes
-    back what a right one is paid, so listing more never pays."""
+    """Shares of the true headers and cells that are there, 0..1. One beyond the true number takes back what a right one is paid."""
     places = _places(said.columns, true.columns)
     headers = _share(len(places), len(said.columns), len(true.columns))
     right = _aligned(said.rows, true.rows, places)

@@ -141,8 +141,8 @@ class Paper(Variant):
         return Process((*first, ("\n".join(said[m:]), "\n".join(true[m:]))))
 
     def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
-        """Evidence gathering (the mean of the first m) and reasoning alignment, each 0..1, with s = (1 + cos) / 2. A missing step
-        has s = 0, one that both lack 1."""
+        """The mean of the first m steps plus that of the rest, with s = (1 + cos) / 2; a missing step has s = 0, one that both lack
+        1."""
         *first, rest = [
             (1 + cosine) / 2 if all(pair) else float(not any(pair)) for pair, cosine in zip(pairs, cosines, strict=True)
         ]
