@@ -25,13 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="rows to evaluate on (default: data.eval)")
     parser.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
     parser.add_argument("--samples", type=int, help="sampled answers per row, besides the greedy one (default: evaluation.samples)")
-    parser.add_argument(
-        "--retries",
-        type=int,
-        metavar="N",
-        help="times that an answer which sampling.max_tokens cut is played again with twice the room (default: 3 with "
-        "--benchmark, else 0)",
+    retries = (
+        "times that an answer cut by sampling.max_tokens is played again with twice the room (default: 3 with --benchmark, else 0)"
     )
+    parser.add_argument("--retries", type=int, metavar="N", help=retries)
     parser.add_argument("--out", type=Path, help="folder of the items, continued when it exists (default: <run>-eval)")
     add_cluster(parser)
     parser.set_defaults(run=run)

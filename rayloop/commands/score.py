@@ -41,14 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="JSONL or parquet with completions and truths, or a run's rollouts")
     parser.add_argument("--variant", metavar="V", help="definition of the rewards (default: the recipe's first)")
     parser.add_argument("--reward", metavar="NAME", help="one component instead of the whole reward")
-    parser.add_argument(
-        "--with",
-        dest="options",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of the reward, for example tolerance=0.1; may be repeated",
-    )
+    setting = "a setting of the reward, for example tolerance=0.1; may be repeated"
+    parser.add_argument("--with", dest="options", action="append", default=[], metavar="KEY=VALUE", help=setting)
     parser.set_defaults(run=run)
 
 

@@ -18,13 +18,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``train``."""
     add_run(parser, "steps=20 model.path=/models/qwen")
     add_cluster(parser)
-    parser.add_argument(
-        "--again",
-        type=int,
-        default=0,
-        metavar="N",
-        help="when the machines failed (exit code 69) start again by itself, up to N times, from the newest checkpoint",
-    )
+    parser.add_argument("--again", type=int, default=0, metavar="N", help="restart up to N times when machines fail (exit code 69)")
     parser.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
     parser.set_defaults(run=_train)
 

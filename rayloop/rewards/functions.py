@@ -181,7 +181,8 @@ class TrlForm(FunctionForm):
         plain = _is_list_of_str(takes["completions"].annotation) or isinstance(task.extra.get("prompt"), str)
         texts = ("".join(part if isinstance(part, str) else "<image>" for part in m.parts) for m in task.messages)
         messages = [{"role": m.role, "content": text} for m, text in zip(task.messages, texts, strict=True)]
-        columns = _columns(task)
+        columns = {"ground_truth": task.ground_truth, "data_source": task.source}
+        columns |= {k: value for k, value in task.extra.items() if isinstance(k, str) and k not in ("prompt", "completion")}
         columns |= {name: task.ground_truth for name in TRUTHS if name in takes and name not in columns}
         return {
             **{name: [value] * count for name, value in columns.items()},
@@ -293,13 +294,6 @@ _HIDDEN = (
 def _required(takes: Mapping[str, inspect.Parameter]) -> list[str]:
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [name for name, p in takes.items() if p.default is p.empty and p.kind not in variable]
-
-
-def _columns(task: Task) -> dict[str, Any]:
-    """The row's columns as far as the reader kept them, without the prompt and the completion."""
-    return {"ground_truth": task.ground_truth, "data_source": task.source} | {
-        name: value for name, value in task.extra.items() if isinstance(name, str) and name not in ("prompt", "completion")
-    }
 
 
 def _is_list_of_str(annotation: Any) -> bool:

@@ -63,9 +63,9 @@ class RolloutManager:
                         self._notify()
                         break
                     self.in_flight[request.number] = request
-                    before, done = self._last_commit, asyncio.get_running_loop().create_future()
+                    done = asyncio.get_running_loop().create_future()
+                    group.create_task(self._produce(request, player, finish, self._last_commit, done))
                     self._last_commit = done
-                    group.create_task(self._produce(request, player, finish, before, done))
                 await self._change()
 
     def _admissible(self) -> int:
