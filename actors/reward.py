@@ -21,8 +21,7 @@ from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import hanging, in_thread, own_frames
 from rayloop.core.types import EndReason, Ref, Task, Trajectory
-from rayloop.rewards.functions import around, as_source
-from rayloop.rewards.outcomes import as_outcome, as_outcomes
+from rayloop.rewards.functions import around, as_outcome, as_outcomes, as_source
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.folder import RolloutRecord, rollout_record
 

@@ -36,8 +36,8 @@ from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
+from rayloop.rollout.finished import without
 from rayloop.rollout.manager import RolloutManager
-from rayloop.rollout.ready import without
 from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord

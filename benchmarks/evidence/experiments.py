@@ -10,7 +10,7 @@ from typing import Literal
 from rayloop.core.groups import Group, Member, Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.recipes.digits.reward import SortReward
+from rayloop.recipes.digits.data import SortReward
 
 SUPERVISED = "supervised"
 """The arm that takes supervised steps on the same rows for the seconds that the first arm's steps took, with seed 0 only."""

@@ -9,7 +9,7 @@ from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import EndReason, RolloutRequest, TrajectoryId, derive
 from rayloop.measure.controls import Item
-from rayloop.rollout.concurrency import ConcurrencyLimit
+from rayloop.rollout.scheduler import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, jsonable
 from rayloop.run.held_out import Play

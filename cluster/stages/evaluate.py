@@ -30,8 +30,8 @@ from rayloop.core.files import needed
 from rayloop.core.groups import Member
 from rayloop.core.model_files import resolve
 from rayloop.core.types import Task
+from rayloop.data.cursor import evenly
 from rayloop.data.dataset import Dataset
-from rayloop.data.subset import evenly
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.alarms import grader_error
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, pass_rates, summarise, table

@@ -21,7 +21,7 @@ from rayloop.core.events import Emit
 from rayloop.core.failures import Cause, Failure, Scope
 from rayloop.core.groups import Member, Unscored
 from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, Version
-from rayloop.rollout.concurrency import ConcurrencyLimit
+from rayloop.rollout.scheduler import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 
 T = TypeVar("T")

@@ -104,7 +104,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     (folder / "rows.jsonl").touch()
     values: dict[str, Any] = {
         "name": "run", "steps": 1, "output": str(folder / "runs"), "model": {"path": str(folder / "model")},
-        "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}},
+        "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
     }  # fmt: skip
     return RunConfig.model_validate(values | changes)
 

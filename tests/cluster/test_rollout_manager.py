@@ -24,8 +24,8 @@ from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
-from rayloop.rollout.group_rollout import GroupRequest, GroupRollout
 from rayloop.rollout.manager import Hold, RolloutManager
+from rayloop.rollout.scheduler import GroupRequest, GroupRollout
 from rayloop.run.config import RunConfig
 from rayloop.run.rows import training_rows
 from tests.support.plain import saved_and_read

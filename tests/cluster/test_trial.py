@@ -75,7 +75,7 @@ class Unclosable(Echo):
 def try_it(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]) -> Try:
     def run(*options: str, **changes: Any) -> tuple[int, str]:
         usual = {
-            "reward__source": {"use": "rayloop.recipes.digits.reward:SortReward"},
+            "reward__source": {"use": "rayloop.recipes.digits.data:SortReward"},
             "environment__episode": {"environment": {"use": "rayloop.envs.single_turn:SingleTurn"}},
         }
         changes = usual | changes

@@ -31,8 +31,8 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.rollout import plain
-from rayloop.rollout.group_rollout import GroupRequest
 from rayloop.rollout.manager import RolloutManager
+from rayloop.rollout.scheduler import GroupRequest
 from rayloop.run.checkpoint import STRUCTURE, TENSORS, Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import READ

@@ -26,7 +26,7 @@ from rayloop.measure.controls import (
     verdict,
 )  # fmt: skip
 from rayloop.measure.intervals import LEAST, interval, paired_interval
-from rayloop.recipes.arc_vision.controls import BlindBox
+from rayloop.recipes.arc_vision.boxes import BlindBox
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import gain, metrics, plays
 from rayloop.run.records.metrics import validate

@@ -14,7 +14,7 @@ from rayloop.core.failures import CheckpointError, ConfigError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task
 from rayloop.data.cursor import TaskCursor
-from rayloop.recipes.arc_vision.curriculum import LargeFirst
+from rayloop.recipes.arc_vision.data import LargeFirst
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RunFolder
