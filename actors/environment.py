@@ -32,9 +32,8 @@ from rayloop.core.failures import (
 )
 from rayloop.core.threads import hanging
 from rayloop.core.types import RolloutRequest, Summary, Trajectory
-from rayloop.envs.episode import play, summarize
-from rayloop.envs.first_prompts import FirstPrompts
-from rayloop.envs.kinds import Environments
+from rayloop.envs.episode import FirstPrompts, play, summarize
+from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from rayloop.core.types import Message, Task
 from rayloop.envs.browser.miniwob import MiniWob
 from rayloop.envs.browser.tab import Screen
 from rayloop.envs.grammar.actions import Actions, Click, Point
-from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.grammar.writer import write
 from rayloop.recipes.arpo.pages import PAGES, rows
 

@@ -40,7 +40,7 @@ from rayloop.data.dataset import TRUTHS, Dataset
 from rayloop.data.validation import unusable_images
 from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
 from rayloop.envs.episode import CLOSE_TIMEOUT, play
-from rayloop.envs.kinds import Environments
+from rayloop.envs.instance import Environments
 from rayloop.rollout.group_rollout import requests
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import FORGETS, jsonable

@@ -16,8 +16,7 @@ from typing import Any
 
 import jinja2
 
-from rayloop.chat.template import load_chat_template, read_json
-from rayloop.chat.tokenizer import load_tokenizer, shown
+from rayloop.chat.tokenizer import load_chat_template, load_tokenizer, read_json, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.model_files import resolve

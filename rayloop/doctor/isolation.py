@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping
 
 from rayloop.doctor.finding import Finding
-from rayloop.envs.browser.containment import Confinement, available
-from rayloop.envs.browser.settings import BrowserSettings
+from rayloop.envs.browser.containment import BrowserSettings, Confinement, available
 from rayloop.envs.desktop.session import missing
 from rayloop.sandbox import bubblewrap
 from rayloop.sandbox.levels import Reached, reached

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar
@@ -29,7 +31,7 @@ from rayloop.core.failures import (
     ToolDeadline,
 )
 from rayloop.core.protocols import Observation, StepResult
-from rayloop.core.threads import in_thread
+from rayloop.core.threads import asked, in_thread, settle, start, within
 from rayloop.core.types import (
     Completion,
     EndReason,
@@ -40,13 +42,12 @@ from rayloop.core.types import (
     Sampling,
     Summary,
     Task,
+    TokenIds,
     TokenPrompt,
     Trajectory,
     Turn,
     derive,
 )
-from rayloop.envs.first_prompts import FirstPrompts
-from rayloop.envs.forgetting import Exchange, begun_anew
 from rayloop.envs.instance import Instance
 from rayloop.envs.settings import EpisodeSettings
 
@@ -57,6 +58,72 @@ CLOSE_TIMEOUT = 60.0
 """Seconds for ``close``; beyond it the environment is left to itself, or killed with its own process. The episode counts."""
 
 logger = logging.getLogger(__name__)
+
+
+_Shown = tuple[tuple[Message, ...], list[Mapping[str, Any]]]
+
+
+class FirstPrompts:
+    """The prompts of one call. An episode that shows something else is rendered by itself."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._rendered: list[tuple[_Shown, Future[Rendered], threading.Thread]] = []
+
+    async def of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], timeout: float) -> Rendered:
+        """``Renderer.prompt`` in a thread, awaited for at most ``timeout`` seconds by each caller. Raises as it does, and
+        DeadlineExceeded."""
+        shown = tuple(messages), list(tools)
+        for other, answer, thread in self._rendered:
+            if other == shown:
+                return await within(timeout, answer, thread)
+        answer = asked()
+        thread = start(lambda: settle(answer, lambda: self._renderer.prompt(*shown)))
+        self._rendered.append((shown, answer, thread))
+        return await within(timeout, answer, thread)
+
+
+FORGOTTEN = "(this image is no longer shown)"
+"""Stands where an image was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A turn of the policy, and the observation that followed."""
+
+    sampled: TokenIds
+    messages: Sequence[Message]
+    rendered: Rendered
+
+
+def begun_anew(
+    renderer: Renderer, prompt: Rendered, exchanges: Sequence[Exchange], sampled: TokenIds, room: int
+) -> Rendered | None:
+    """The context up to the turn ``sampled``, when at most ``room`` images may be in it; None when the prompt's alone are more.
+
+    The prompt keeps its images. Of the observations the newest keep theirs, as many as fill half of the room that is left: so this
+    is done once in several turns, and engines find most of a context in their caches.
+    """
+    if len(prompt.images) > room:
+        return None
+    left = (room - len(prompt.images)) // 2
+    kept = list[Rendered]()
+    for exchange in reversed(exchanges):
+        left -= len(exchange.rendered.images)
+        kept.append(exchange.rendered if left >= 0 else _forgotten(renderer, exchange))
+    tokens, images = list(prompt.token_ids), list(prompt.images)
+    for exchange, rendered in zip(exchanges, reversed(kept), strict=True):
+        tokens += [*exchange.sampled, *rendered.token_ids]
+        images += rendered.images
+    return Rendered((*tokens, *sampled), tuple(images))
+
+
+def _forgotten(renderer: Renderer, exchange: Exchange) -> Rendered:
+    messages = [
+        dataclasses.replace(message, parts=tuple(p if isinstance(p, str) else FORGOTTEN for p in message.parts))
+        for message in exchange.messages
+    ]
+    return renderer.observation(messages, exchange.sampled) if exchange.rendered.images else exchange.rendered
 
 
 async def play(

@@ -12,8 +12,7 @@ from typing import Any
 
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser import processes
-from rayloop.envs.browser.containment import Confinement, Program
-from rayloop.envs.browser.settings import BrowserSettings
+from rayloop.envs.browser.containment import BrowserSettings, Confinement, Program
 
 FLAGS = ("--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--js-flags=--max-old-space-size=512")
 """Beside Playwright's own. Wheel turns take effect at once; a page's script ends at half a GiB, by an error of its own."""

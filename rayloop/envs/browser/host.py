@@ -15,10 +15,8 @@ from typing import Any, TypeVar
 
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.chromium import CLOSING, Chromium, launch
-from rayloop.envs.browser.containment import check
-from rayloop.envs.browser.files import Files
-from rayloop.envs.browser.settings import BrowserSettings
-from rayloop.envs.browser.tab import Size, Tab, open_tab
+from rayloop.envs.browser.containment import BrowserSettings, check
+from rayloop.envs.browser.tab import Files, Size, Tab, open_tab
 
 Result = TypeVar("Result")
 

@@ -21,7 +21,7 @@ KEYS = {
     "down": "ArrowDown", "left": "ArrowLeft", "right": "ArrowRight", "home": "Home", "end": "End", "pageup": "PageUp",
     "pagedown": "PageDown", **{f"f{n}": f"F{n}" for n in range(1, 13)},
 }  # fmt: skip
-"""The grammar's names of keys (``rayloop/envs/grammar/keys.py``) -> Playwright's; a character is its own name."""
+"""The grammar's names of keys (``rayloop/envs/grammar/calls.py``) -> Playwright's; a character is its own name."""
 _SCROLLED = {"up": (0, -NOTCH), "down": (0, NOTCH), "left": (-NOTCH, 0), "right": (NOTCH, 0)}
 
 

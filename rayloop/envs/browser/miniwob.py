@@ -10,10 +10,9 @@ from typing import Any, Literal
 from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.types import Task
 from rayloop.envs.browser.chromium import CLOSING
-from rayloop.envs.browser.files import Files
 from rayloop.envs.browser.host import Host
 from rayloop.envs.browser.page import PageEnvironment, PageSettings
-from rayloop.envs.browser.tab import Screen, Size, Tab
+from rayloop.envs.browser.tab import Files, Screen, Size, Tab
 
 FLIGHTS = ("AA", "Alaska", "Alaska-auto")
 """Pages of another shape, with a site in a frame."""

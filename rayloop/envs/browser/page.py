@@ -12,12 +12,10 @@ from rayloop.core.failures import EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
 from rayloop.envs.browser.chromium import CLOSING
-from rayloop.envs.browser.containment import available
-from rayloop.envs.browser.files import Files
+from rayloop.envs.browser.containment import BrowserSettings, available
 from rayloop.envs.browser.host import Host, host_of
 from rayloop.envs.browser.inputs import NotHere, pause
-from rayloop.envs.browser.settings import BrowserSettings
-from rayloop.envs.browser.tab import PageHangs, PageTooLarge, Screen, Size, Tab
+from rayloop.envs.browser.tab import Files, PageHangs, PageTooLarge, Screen, Size, Tab
 from rayloop.envs.grammar.actions import Action, CallUser, Finish
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings, first
 

@@ -11,9 +11,8 @@ from pydantic import Field
 from rayloop.config.settings import LocalPath
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Task
-from rayloop.envs.browser.files import Files
 from rayloop.envs.browser.page import PageEnvironment, PageSettings
-from rayloop.envs.browser.tab import Screen, Size, Tab
+from rayloop.envs.browser.tab import Files, Screen, Size, Tab
 
 HOST = "pages"
 """The host under which a folder's pages are addressed."""

@@ -11,10 +11,8 @@ from rayloop.config.settings import local_path
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
-from rayloop.envs.desktop.checks import score
-from rayloop.envs.desktop.session import Desktop, DesktopLost, DesktopSpoiled, missing
-from rayloop.envs.desktop.settings import DesktopLimits
-from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, task_file
+from rayloop.envs.desktop.session import Desktop, DesktopLimits, DesktopLost, DesktopSpoiled, missing
+from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, score, task_file
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings, first
 from rayloop.sandbox import bubblewrap

@@ -1,6 +1,6 @@
 """Actions on a screen, as data: never source code, nothing to be executed.
 
-A point is in the model's unit, until ``Pointing.on`` (``pointing.py``) has turned it
+A point is in the model's unit, until ``Pointing.on`` (``screens.py``) has turned it
 into pixels of the screen.
 """
 
@@ -61,7 +61,7 @@ class Scroll:
 
 @dataclass(frozen=True, slots=True)
 class Hotkey:
-    """Keys that go down in this order and up in the other; one key is a key press. Names are those of ``keys.py``."""
+    """Keys that go down in this order and up in the other; one key is a key press. Names are those of ``calls.py``."""
 
     keys: tuple[str, ...]
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import struct
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,24 +13,62 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import DataFailure, EnvironmentFailed, ToolDeadline
+from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import probe
-from rayloop.envs.interpreter import figures, sandboxes, text
+from rayloop.envs.interpreter import text
+from rayloop.sandbox import levels
 from rayloop.sandbox.cells import MOST_PIXELS
-from rayloop.sandbox.host import CodeResult, Interpreter
-from rayloop.sandbox.options import CodeDeadline, CodeFailed, Options, SandboxFailed
+from rayloop.sandbox.host import CodeResult, Interpreter, Sandbox
+from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
 
 MIB = 1 << 20
 _LOADING = 30.0
 """Seconds to hand an episode's images over; beyond it the sandbox failed."""
 
 
+Minimum = Literal["process", "filtered", "namespaces"]
+_sandboxes: dict[Options, Sandbox] = {}
+_lock = threading.Lock()
+
+
+def shared_sandbox(minimum: Minimum, options: Options) -> Sandbox:
+    """The strongest that works here. Raises ConfigError when that is less than ``minimum``."""
+    required_level(minimum)
+    level = levels.reached().level
+    assert level is not None
+    with _lock:
+        if options not in _sandboxes:
+            if not _sandboxes:
+                atexit.register(close_sandboxes)
+            _sandboxes[options] = Sandbox(level, options)
+        return _sandboxes[options]
+
+
+def required_level(minimum: Minimum) -> str:
+    """What this machine gives, in words. Raises ConfigError when it is less."""
+    found = levels.reached()
+    if found.short_of(Level(minimum)):
+        raise ConfigError(
+            f"sandbox.minimum: {minimum} is not reached here, only {found}. Code of the policy is not run. Use a newer kernel or "
+            "another container profile (docs/security.md, The sandbox), or, where you trust what the policy writes, lower it"
+        )
+    return str(found)
+
+
+def close_sandboxes() -> None:
+    """Close the sandboxes of this process."""
+    with _lock:
+        for one in _sandboxes.values():
+            one.close()
+        _sandboxes.clear()
+
+
 class SandboxSettings(SettingsModel):
     """How the policy's code is confined, and what it may use."""
 
-    minimum: sandboxes.Minimum = "filtered"
+    minimum: Minimum = "filtered"
     """The weakest level that may be used; the strongest that works is taken, and a run that gets less is refused. Lower it only for
     code that you trust (docs/security.md)."""
     memory: int = Field(2048, ge=256)
@@ -80,7 +121,7 @@ class PythonInterpreter:
     def __init__(self, settings: PythonInterpreter.Settings) -> None:
         """Raises ConfigError when the machine does not reach ``sandbox.minimum``."""
         self._settings = settings
-        self._sandbox = sandboxes.sandbox(settings.sandbox.minimum, settings.sandbox.options)
+        self._sandbox = shared_sandbox(settings.sandbox.minimum, settings.sandbox.options)
         self._interpreter: Interpreter | None = None
         self._images: dict[str, bytes] = {}
         self._videos: dict[str, list[bytes]] = {}
@@ -89,7 +130,7 @@ class PythonInterpreter:
     @staticmethod
     def preflight(settings: PythonInterpreter.Settings) -> str:
         """Before a run begins: how code is confined here. Raises ConfigError for less than ``sandbox.minimum``."""
-        return sandboxes.require(settings.sandbox.minimum)
+        return required_level(settings.sandbox.minimum)
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for an image that cannot be read, EnvironmentFailed when the sandbox fails."""
@@ -206,7 +247,7 @@ def _intact(images: Sequence[bytes], until: float) -> tuple[list[bytes], int]:
         if time.monotonic() > until:
             break
         try:
-            kept.append(probe(ImageSource(data=figures.bare(image)), MOST_PIXELS)[0])
+            kept.append(probe(ImageSource(data=bare(image)), MOST_PIXELS)[0])
         except Exception:  # noqa: S112 (whatever a forged one makes of its decoder)
             continue
     return kept, len(images) - len(kept)
@@ -220,3 +261,30 @@ def _videos(task: Task) -> list[list[bytes]]:
         return [[Path(path).read_bytes() for path in video] for video in paths]
     except (OSError, TypeError) as error:
         raise DataFailure(task.id, f"videos: {error}") from error
+
+
+_BEGIN = b"\x89PNG\r\n\x1a\n"
+_OF_PIXELS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
+_MOST_CHUNKS = 4096
+"""Pillow writes 64 KiB into each."""
+
+
+def bare(png: bytes) -> bytes:
+    """Without profiles, texts and the like: a megabyte of them can keep a decoder busy for half a minute.
+
+    Raises ValueError when it is no PNG, or has more chunks than Pillow writes.
+    """
+    if not png.startswith(_BEGIN):
+        raise ValueError("it is no PNG")
+    kept, at = [_BEGIN], len(_BEGIN)
+    for _ in range(_MOST_CHUNKS):
+        if at + 12 > len(png):
+            raise ValueError("it is cut")
+        length, kind = struct.unpack_from(">I4s", png, at)
+        end = at + 12 + length
+        if kind in _OF_PIXELS:
+            kept.append(png[at:end])
+        if kind == b"IEND":
+            return b"".join(kept)
+        at = end
+    raise ValueError(f"it has more than {_MOST_CHUNKS} chunks")

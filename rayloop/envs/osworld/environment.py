@@ -14,8 +14,7 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
 from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, first
-from rayloop.envs.osworld.machines import Machine, MachineLost, machines_of
-from rayloop.envs.osworld.settings import OSWorldSettings
+from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, machines_of
 
 
 class OSWorld(ScreenEnvironment):
@@ -125,7 +124,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 TICKS = 5
 _KEYS = {"meta": "win"}
-"""Names of pyautogui that differ from the grammar's (rayloop/envs/grammar/keys.py)."""
+"""Names of pyautogui that differ from the grammar's (rayloop/envs/grammar/calls.py)."""
 
 
 def code(action: Action) -> str:
