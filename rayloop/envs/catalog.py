@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from PIL import Image, ImageDraw
 
 from rayloop.core.failures import ConfigError, EnvironmentFailed
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.images import png
 from rayloop.envs.settings import EnvironmentKind
 
 SIDE, RADIUS = 640, 7
@@ -148,9 +148,7 @@ def dots(seed: int) -> tuple[bytes, int]:
     for cell in cells:
         x, y = (SIDE // 10 * part + SIDE // 20 for part in divmod(cell, 10))
         ImageDraw.Draw(picture).ellipse((x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), fill="black")
-    encoded = io.BytesIO()
-    picture.save(encoded, "PNG")
-    return encoded.getvalue(), len(cells)
+    return png(picture), len(cells)
 
 
 def _task(name: str, seed: int, *parts: str | ImageSource, **more: Any) -> Task:

@@ -6,7 +6,6 @@ image or its own pixels, never those of the copy that the model is shown, and wh
 
 from __future__ import annotations
 
-import io
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from pydantic import Field, model_validator
 
 from rayloop.core.protocols import Tool, ToolResult
 from rayloop.core.types import ImageSource, Task
-from rayloop.data.images import decode, read
+from rayloop.data.images import decode, png, read
 from rayloop.envs.tools import ToolCalls, ToolError
 
 Name = Literal["crop", "zoom", "rotate", "inspect", "wait"]
@@ -195,11 +194,10 @@ class Album:
 
     def _shown(self, image: Image.Image, text: str = "") -> ToolResult:
         """The image, as the next of the album."""
-        encoded = io.BytesIO()
-        image.save(encoded, "PNG", compress_level=1)
-        self._images.append(encoded.getvalue())
+        encoded = png(image)
+        self._images.append(encoded)
         number = f"image {len(self._images) - 1}: {image.width}x{image.height} pixels"
-        return ToolResult(f"{text}; {number}" if text else number, (ImageSource(data=encoded.getvalue()),))
+        return ToolResult(f"{text}; {number}" if text else number, (ImageSource(data=encoded),))
 
 
 def _fitting(width: int, height: int, most: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -53,9 +53,8 @@ class Check(SettingsModel):
         entry = home.get(self.path)
         if self.is_ is not None and (entry.kind if entry else "nothing") != self.is_:
             return False
-        if self.names is not None and not (
-            entry is not None and entry.kind == "folder" and _inside(home, self.path) == set(self.names)
-        ):
+        folder = entry is not None and entry.kind == "folder"
+        if self.names is not None and not (folder and _inside(home, self.path) == set(self.names)):
             return False
         if self.text is None and self.number is None and self.same_as is None and not (self.contains or self.lacks):
             return True
@@ -122,11 +121,7 @@ class DesktopTask(SettingsModel):
 
 
 class TaskFile:
-    """The tasks of a YAML or JSON file, by id.
-
-    Raises ValueError that names the file for what is no list of tasks, for an id that occurs twice, and for start files that a
-    check names and that do not exist; OSError.
-    """
+    """The tasks of a YAML or JSON file, by id. Raises ValueError for a wrong file or a missing start file, and OSError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -161,11 +156,11 @@ class TaskFile:
         return files
 
 
-class StartFile:
-    """A file of the beginning. ``executable``: a script."""
+class StartFile(NamedTuple):
+    """A file of the home at the beginning; a script is ``executable``."""
 
-    def __init__(self, content: bytes, executable: bool) -> None:
-        self.content, self.executable = content, executable
+    content: bytes
+    executable: bool
 
 
 @functools.cache
