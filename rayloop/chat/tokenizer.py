@@ -1,4 +1,4 @@
-"""The tokenizer of a model; without transformers, which imports torch."""
+"""The tokenizer and chat template of a model folder, without transformers, which imports torch."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The conversation's text; ``generation`` appends the assistant's header. ``tools`` are schemas in OpenAI's form, of which
-        a template may write something or nothing. Raises jinja2.TemplateError."""
+        """The conversation's text; ``generation`` appends the assistant's header. Raises jinja2.TemplateError."""
         return self._template.render(
             messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=generation, **self._special_tokens
         )

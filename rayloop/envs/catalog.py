@@ -20,20 +20,18 @@ SIDE, RADIUS = 640, 7
 
 @dataclass(frozen=True)
 class Family:
-    """Environments of one sort, and their tasks. Equal seeds give equal tasks."""
+    """Environments of one sort, and their tasks. Equal seeds give equal tasks.
+
+    ``about`` and ``example`` (a turn that a person may type) are shown; ``task`` makes a task from a name and a seed, ``turn`` the
+    policy's text from a typed line."""
 
     about: str
-    """A line that says what they are, and what they need."""
     example: str
-    """A turn that a person may type."""
     names: Sequence[str]
-    """Of the tasks."""
     use: str
     settings: Mapping[str, Any]
     task: Callable[[str, int], Task]
-    """From a name and a seed."""
     turn: Callable[[str], str]
-    """From a typed line to the text of the policy that it stands for."""
 
     def play(self, name: str, seed: int) -> tuple[EnvironmentKind, Task]:
         """The environment of a task, and the task. ``name`` is one of ``names``."""

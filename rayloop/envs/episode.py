@@ -1,10 +1,7 @@
-"""The one episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons.
+"""The episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons.
 
-After a sampled turn the reasons to end are looked at in this order: over_length (the episode's token limit cut the
-turn), tool_deadline, action_error, done, max_turns, over_length (the observation leaves no room for another turn),
-max_images. What was sampled is never altered: a turn keeps its tokens, and closing tokens that it lacks open the next
-observation. With ``when_full: forget`` the context begins anew without its oldest images (``Turn.restart``) instead of max_images.
-"""
+Reasons to end are checked in this order: over_length (the token limit cut the turn), tool_deadline, action_error, done, max_turns,
+over_length (no room for another turn), max_images. Sampled tokens are never altered."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
 Result = TypeVar("Result")
 
 CLOSE_TIMEOUT = 60.0
-"""Seconds for ``close``; beyond it the environment is left to itself, or killed with its own process. The episode counts."""
+"""Seconds for ``close``; beyond it the environment is left, or killed with its own process. The episode counts."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +68,7 @@ class FirstPrompts:
         self._rendered: list[tuple[_Shown, Future[Rendered], threading.Thread]] = []
 
     async def of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], timeout: float) -> Rendered:
-        """``Renderer.prompt`` in a thread, awaited for at most ``timeout`` seconds by each caller. Raises as it does, and
-        DeadlineExceeded."""
+        """``Renderer.prompt`` in a thread, awaited for at most ``timeout`` seconds. Raises as it does, and DeadlineExceeded."""
         shown = tuple(messages), list(tools)
         for other, answer, thread in self._rendered:
             if other == shown:
@@ -99,11 +95,10 @@ class Exchange:
 def begun_anew(
     renderer: Renderer, prompt: Rendered, exchanges: Sequence[Exchange], sampled: TokenIds, room: int
 ) -> Rendered | None:
-    """The context up to the turn ``sampled``, when at most ``room`` images may be in it; None when the prompt's alone are more.
+    """The context up to the turn ``sampled`` with at most ``room`` images; None when the prompt's alone are more.
 
-    The prompt keeps its images. Of the observations the newest keep theirs, as many as fill half of the room that is left: so this
-    is done once in several turns, and engines find most of a context in their caches.
-    """
+    The newest observations keep images, as many as fill half of the room: so this is done once in several turns, and engines find
+    most of a context in their caches."""
     if len(prompt.images) > room:
         return None
     left = (room - len(prompt.images)) // 2
@@ -136,9 +131,7 @@ async def play(
 ) -> Trajectory:
     """Make the environment, play one episode and close it, also when cancelled. ``prompts`` is shared with others of its call.
 
-    Raises DataFailure (the task's messages or images), OverLongPrompt, EnvironmentHung (a deadline passed),
-    EnvironmentFailed (the environment raised, misbehaved or crashed), and whatever ``generate`` raises.
-    """
+    Raises DataFailure, OverLongPrompt, EnvironmentHung, EnvironmentFailed, and whatever ``generate`` raises."""
     episode = _Episode(request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer))
     try:
         return await episode.run()
@@ -243,7 +236,7 @@ class _Episode:
         return completion
 
     async def _observe(self, messages: Sequence[Message], completion: Completion) -> EndReason | None:
-        """Append an observation if it fits. An image that the policy's action made unusable is an action error."""
+        """Append an observation if it fits; an image that the action made unusable is an action error."""
         try:
             rendered = await in_thread(
                 self.renderer.observation, messages, completion.token_ids, timeout=self.settings.step_timeout
@@ -296,7 +289,7 @@ class _Episode:
         return await self._blamed(method, self.environment.call(method, *args, timeout=timeout))
 
     async def _blamed(self, method: str, call: Awaitable[Result]) -> Result:
-        """What a call of the environment returns. Its errors count as infrastructure, unless they blame the data or the action."""
+        """What a call returns. Its errors count as infrastructure, unless they blame the data or the action."""
         what = f"{self.environment.name}.{method} of task {self.request.task.id}"
         try:
             return await call
@@ -326,10 +319,9 @@ class _Episode:
 
 
 def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: int | None) -> Summary:
-    """What the driver gets of a trajectory. ``image_token`` is ``Renderer.image_token``; ``seconds`` is the episode's wall time.
+    """The driver's summary of a trajectory that took ``seconds``. ``image_token`` is ``Renderer.image_token``.
 
-    ``images_consistent``: the sequence has exactly as many image tokens as its images stand for.
-    """
+    ``images_consistent``: the sequence has exactly as many image tokens as its images stand for."""
     sampled, shown = trajectory.sampled_turns, [turn for turn in trajectory.turns if not turn.restart]
     lengths = [len(turn.token_ids) for turn in trajectory.turns]
     first = next(i for i, turn in enumerate(trajectory.turns) if turn.sampled)

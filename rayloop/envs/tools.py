@@ -1,7 +1,4 @@
-"""Tools in a conversation: the policy calls one with ``<tool_call>{json}</tool_call>`` and sees its text and images.
-
-Tools are described and called here; ``rayloop/chat/calls.py`` defines how a call is written.
-"""
+"""Tools in a conversation: the policy calls one (``rayloop/chat/calls.py``) and sees its text and images."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ To call a function, write a JSON object with its name and arguments within {call
 
 
 Schema = dict[str, Any]
-"""``{"type": "function", "function": {"name", "description", "parameters"}}``: what chat templates of the Hub take."""
+"""``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates of the Hub take it."""
 
 
 def schemas(environment: Environment) -> list[Schema]:
@@ -83,8 +80,7 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
 class ToolCalls:
     """The task's messages, then calls of tools until a turn calls none: that turn is the answer.
 
-    Other tools: your classes under ``tools``, or a class that derives from this one and gives ``tools_for`` a task.
-    """
+    Own tools are classes under ``tools``; a subclass can override ``tools_for``."""
 
     class Settings(SettingsModel):
         """Which tools there are, and how they are described and shown."""
@@ -94,12 +90,10 @@ class ToolCalls:
         role: str = "tool"
         """The role under which the chat template shows results."""
         tool_timeout: float = Field(30.0, gt=0)
-        """Seconds for one call of a tool; beyond it the episode ends as ``tool_deadline`` with the failing value. Keep it below
-        ``episode.step_timeout``."""
+        """Seconds for one call; beyond it the episode ends as ``tool_deadline``. Keep it below ``episode.step_timeout``."""
         describe: Literal["template", "prompt", "nowhere"] = "template"
-        """Where the policy reads of its tools. ``template``: the chat template gets their schemas, and those of Qwen3-VL or
-        Hermes list them. ``prompt``: a system message, for templates that ignore tools, as Qwen2.5-VL's. ``nowhere``: the row's own
-        prompt, or training before this run."""
+        """Where tools are described: ``template`` gives their schemas to the chat template (Qwen3-VL, Hermes), ``prompt`` writes a
+        system message (Qwen2.5-VL's template ignores tools), ``nowhere`` leaves it to the row's prompt."""
 
     def __init__(self, settings: ToolCalls.Settings) -> None:
         self._settings = settings

@@ -16,10 +16,7 @@ from rayloop.data.images import png
 
 
 class RewardedSteps:
-    """The base of environments that give a reward with each step: keeps the rewards and what was shown last.
-
-    ``result``: whether ``evaluate`` returns the sum of the rewards, or the last one.
-    """
+    """The base of environments that reward each step; ``evaluate`` returns the sum of the rewards or the last one (``result``)."""
 
     def __init__(self, result: Literal["sum", "last"]) -> None:
         self._result = result

@@ -35,7 +35,7 @@ def pause(action: Action) -> float:
 
 
 class Inputs:
-    """Mouse and keyboard of one page: Playwright's, one message for each call, which know the keys that are held."""
+    """Playwright's mouse and keyboard of one page."""
 
     def __init__(self, page: Any) -> None:
         self._mouse, self._keyboard = page.mouse, page.keyboard

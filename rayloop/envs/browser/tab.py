@@ -1,7 +1,4 @@
-"""One page in a browser context of its own: loaded, acted upon, looked at, each within a deadline.
-
-An error says what failed: the page, its browser, or a slow call.
-"""
+"""One page in a browser context of its own: loaded, acted upon, looked at, each within a deadline. Errors say what failed."""
 
 from __future__ import annotations
 
@@ -34,10 +31,7 @@ LARGEST = 32 << 20
 
 @dataclass(frozen=True)
 class Files:
-    """``hosts``: host name -> folder. Nothing outside of the folders is reachable, through ``..`` or links either.
-
-    ``sites``: hosts, with their ports if any, that are real ones.
-    """
+    """``hosts``: host name -> folder, of which nothing outside is reachable; ``sites``: real hosts, with their ports if any."""
 
     hosts: Mapping[str, str]
     sites: frozenset[str] = frozenset()
@@ -48,7 +42,7 @@ class Files:
         return parts.scheme in ("http", "https") and parts.netloc in self.sites
 
     def serves(self, url: str) -> bool:
-        """Whether the address is one of the hosts, so that a missing file is a mistake of the page, no refusal."""
+        """Whether the address is one of the hosts, where a missing file is a mistake of the page, no refusal."""
         parts = urlsplit(url)
         return parts.scheme == "http" and parts.netloc in self.hosts
 
@@ -105,7 +99,7 @@ class Screen:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """In pixels. The screen is the upper left of the view, which may be larger: a page's dialog must not scroll it."""
+    """In pixels. The screen is the upper left of the view, which may be larger, so that dialogs do not scroll it."""
 
     width: int
     height: int
@@ -114,11 +108,9 @@ class Size:
 
 
 class Tab:
-    """Made by ``open_tab``; all its methods run on the host's event loop.
+    """Made by ``open_tab``; all its methods run on the host's event loop. ``address`` was loaded last.
 
-    ``address``: what was loaded last. ``refused`` counts what the page tried and was not allowed: dialog, download, window, file
-    (addresses of files), network.
-    """
+    ``refused`` counts what the page tried: dialog, download, window, file, network."""
 
     def __init__(self, chromium: Chromium, context: Any, page: Any, cdp: Any, settings: BrowserSettings, size: Size):
         self.chromium, self._context, self._page, self._cdp = chromium, context, page, cdp
@@ -140,11 +132,9 @@ class Tab:
         return await self._in_time(self._settings.load_timeout, self._evaluate(expression), "an expression")
 
     async def act(self, actions: Sequence[Action], expression: str, over: str, settle: float = 0.0) -> Screen:
-        """Carry out actions (points in pixels), until the expression ``over`` is true after one; then what is seen.
+        """Carry out actions (points in pixels), until ``over`` is true after one; then wait ``settle`` seconds and look.
 
-        ``settle``: seconds that a page is given before, in which it may leave for another one, which is then waited for.
-        Raises PageHangs and PageTooLarge, which the actions caused, and EnvironmentFailed.
-        """
+        Raises PageHangs and PageTooLarge, which the actions caused, and EnvironmentFailed."""
 
         async def run() -> Screen:
             for index, action in enumerate(actions):
@@ -219,7 +209,7 @@ class Tab:
                 await route.fulfill(status=404, body="")
 
     async def _relay(self, route: Any) -> None:
-        """Answer with what a site answers to Playwright's driver, which has a network. A redirection stays on the sites."""
+        """Answer with a site's answer to Playwright's driver, which has a network. Redirections stay on the sites."""
         url: str = route.request.url
         options: dict[str, str] = {}
         for _ in range(REDIRECTIONS):
@@ -316,10 +306,7 @@ class Tab:
 
 
 async def open_tab(chromium: Chromium, settings: BrowserSettings, size: Size, files: Files) -> Tab:
-    """A context with an empty page; ``chromium.took_one`` was called for it before.
-
-    Raises EnvironmentFailed when it is not there within ``launch_timeout``.
-    """
+    """A context with an empty page, after ``chromium.took_one``. Raises EnvironmentFailed beyond ``launch_timeout``."""
     context: Any = None
     try:
         async with asyncio.timeout(settings.launch_timeout):

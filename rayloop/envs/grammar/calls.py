@@ -1,8 +1,6 @@
-"""The functions of the grammar: their names, the arguments that each takes, and the action that each becomes.
+"""The functions of the grammar with their arguments and actions, and the names of keys.
 
-Source: bytedance/UI-TARS (582f3a7), prompt.py and action_parser.py, for computer and phone; names that its models write
-beside those of the prompts are aliases here.
-"""
+Source: bytedance/UI-TARS (582f3a7), prompt.py and action_parser.py; names that its models write too are aliases."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ def key(written: str) -> str | None:
 
 
 def keys(written: str) -> tuple[str, ...] | None:
-    """Of a combination, written with blanks or plus signs between: ``ctrl c``, ``ctrl+c``, ``ctrl +``. None when one is unknown or
-    there is none."""
+    """The keys of ``ctrl c``, ``ctrl+c`` or ``ctrl +``. None when one is unknown or there is none."""
     found: list[str] = []
     for word in written.split():
         parts = [word] if key(word) else word.split("+")

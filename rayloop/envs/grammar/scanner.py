@@ -137,8 +137,7 @@ class _Scanner:
         raise _Stop(f"the quote of {word} is never closed", start)
 
     def _closes(self) -> bool:
-        """Whether a quote that ends here ends its argument: another one follows, or a ')' with a blank or the end
-        behind."""
+        """Whether a quote ends its argument: another argument follows, or a ')' with a blank or the end behind."""
         at = self._skip(self.at)
         if at >= len(self.text):
             return True

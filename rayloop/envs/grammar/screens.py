@@ -57,8 +57,8 @@ class Pointing(SettingsModel):
     """Coordinates of a model's actions."""
 
     coordinates: Literal["absolute", "relative"] = "absolute"
-    """absolute: pixels of the resized screenshot (Qwen2.5-VL, UI-TARS 1.5); relative: 0 to 1000 (UI-TARS 1.0, Qwen3-VL). What the
-    model was trained on."""
+    """absolute: pixels of the resized screenshot (Qwen2.5-VL, UI-TARS 1.5); relative: 0 to 1000 (UI-TARS 1.0, Qwen3-VL), as
+    trained."""
     factor: int = Field(28, ge=1)
     """Sides of the resized screenshot are multiples of this many pixels: 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL."""
     min_pixels: int = Field(784, gt=0)

@@ -69,8 +69,8 @@ class SandboxSettings(SettingsModel):
     """How the policy's code is confined, and what it may use."""
 
     minimum: Minimum = "filtered"
-    """The weakest level that may be used; the strongest that works is taken, and a run that gets less is refused. Lower it only for
-    code that you trust (docs/security.md)."""
+    """The weakest level that may be used; the strongest that works is taken. Lower it only for code that you trust
+    (docs/security.md)."""
     memory: int = Field(2048, ge=256)
     """MiB of address space of an interpreter. Raise it for large images or when your ``preload`` needs more."""
     scratch: int = Field(64, ge=1)
@@ -89,30 +89,28 @@ class SandboxSettings(SettingsModel):
 class PythonInterpreter:
     """Each turn's code runs in a Python of the episode's own that keeps its names; a turn with an answer ends the episode.
 
-    The task's images are there at full resolution, as ``image_clue_0`` and on; videos (``extra["videos"]``: for each, the path of
-    an animated image or a list of paths, one a frame) as ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``.
-    ``evaluate`` gives how many turns ran code, with or without an error; which did without, each turn says (``Turn.executed``).
-    """
+    The task's images are there as ``image_clue_0`` and on; videos (``extra["videos"]``: for each, an animated image or a list of
+    frames) as ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``. ``evaluate`` counts the turns that ran
+    code."""
 
     class Settings(SettingsModel):
         """How code is run, and what the policy sees of it."""
 
         on_error: Literal["feed_back", "stop"] = "feed_back"
-        """Code that fails: the policy sees the error and goes on, or the episode ends as ``action_error``, as PyVision's did. With
+        """What failing code does: the policy sees the error, or the episode ends as ``action_error``, as PyVision's did. With
         feed_back keep ``episode.on_error`` at continue."""
         code_timeout: float = Field(30.0, gt=0)
-        """Seconds for the code of a turn; then its interpreter is ended. Raise it for heavy code, and keep it below
-        ``episode.step_timeout``."""
+        """Seconds for a turn's code; then its interpreter is ended. Keep it below ``episode.step_timeout``."""
         show_images: bool = True
         """Whether the prompt shows the images. Without, code alone can look at them, under the names ``image_hint_0`` and on."""
         instruct: bool = True
-        """Whether the first message ends with how to write code and answers, and with the images' names and sizes. Turn it off when
-        the task's own prompt says so."""
+        """Whether the first message explains how to write code and answers, and names the images. Turn it off when the prompt
+        does."""
         role: str = "user"
         """The role under which results are shown: user as PyVision has it, or tool when the chat template has one."""
         forbidden: tuple[str, ...] = ()
-        """Regular expressions of code that is refused before it runs. No protection, which is the sandbox's work: set them
-        to repeat a run whose environment had some, as PyVision's had (``recipes/pyvision/original.py``)."""
+        """Regular expressions of code that is refused before it runs, as in PyVision's runs (``recipes/pyvision/original.py``); no
+        protection."""
         fps: float = Field(1.0, gt=0)
         """Frames per second that a video's reader returns. Set it to what your frames were taken at."""
         sandbox: SandboxSettings = SandboxSettings()
@@ -139,8 +137,7 @@ class PythonInterpreter:
         self._images = {f"{name}_{index}": data for index, (data, _, _) in enumerate(probed)}
         self._videos = {f"video_clue_{index}": frames for index, frames in enumerate(_videos(task))}
         self._begin()
-        messages = self._prompt(task, [(width, height) for _, width, height in probed])
-        return Observation(messages)
+        return Observation(self._prompt(task, [(width, height) for _, width, height in probed]))
 
     def step(self, turn: str) -> StepResult:
         """Run the turn's code. Raises ToolDeadline with ``on_error: stop``, EnvironmentFailed when the sandbox fails."""
@@ -158,13 +155,10 @@ class PythonInterpreter:
         began = time.monotonic()
         try:
             given = self._interpreter.run(code, self._settings.code_timeout)
-        except CodeDeadline as error:
-            self._interpreter = None
-            if self._settings.on_error == "stop":
-                raise ToolDeadline(f"the code of a turn: {error}") from error
-            return self._refused(f"{error}; a new interpreter begins, without the names of the old one")
         except CodeFailed as error:
             self._interpreter = None
+            if isinstance(error, CodeDeadline) and self._settings.on_error == "stop":
+                raise ToolDeadline(f"the code of a turn: {error}") from error
             return self._refused(f"{error}; a new interpreter begins, without the names of the old one")
         except SandboxFailed as error:
             raise EnvironmentFailed(f"the sandbox failed: {error}") from error
@@ -240,8 +234,7 @@ class PythonInterpreter:
 
 
 def _intact(images: Sequence[bytes], until: float) -> tuple[list[bytes], int]:
-    """Those that are images, and how many are not: code can make its interpreter answer anything. Decoding them is a part of the
-    call: what is not decoded ``until`` then is not shown."""
+    """The intact images, and the number of others: code can forge answers. Images not decoded ``until`` then are not shown."""
     kept = []
     for image in images:
         if time.monotonic() > until:
@@ -270,10 +263,7 @@ _MOST_CHUNKS = 4096
 
 
 def bare(png: bytes) -> bytes:
-    """Without profiles, texts and the like: a megabyte of them can keep a decoder busy for half a minute.
-
-    Raises ValueError when it is no PNG, or has more chunks than Pillow writes.
-    """
+    """The PNG without profiles and texts, which can keep a decoder busy for half a minute. Raises ValueError."""
     if not png.startswith(_BEGIN):
         raise ValueError("it is no PNG")
     kept, at = [_BEGIN], len(_BEGIN)

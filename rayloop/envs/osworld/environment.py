@@ -20,8 +20,7 @@ from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings,
 class OSWorld(ScreenEnvironment):
     """A row names a task as domain/id in its column ``osworld``, or has OSWorld's JSON of it there.
 
-    What OSWorld raises, and what does not answer, is a failure of infrastructure; only what ``evaluate`` returns is a result.
-    """
+    OSWorld's errors are failures of infrastructure; only ``evaluate`` returns a result."""
 
     Settings = OSWorldSettings
 
@@ -128,8 +127,7 @@ _KEYS = {"meta": "win"}
 
 
 def code(action: Action) -> str:
-    """The Python that a machine runs for an action in pixels of the screen. What the policy wrote is in it only
-    as a quoted text or as a number. Raises ValueError for an action that a desktop does not have."""
+    """The Python that a machine runs for an action; the policy's text is in it as a quoted text only. Raises ValueError."""
     match action:
         case Click(at, button, times):
             return _calls(f"click({int(at.x)}, {int(at.y)}, clicks={int(times)}, interval=0.05, button={button!r})")

@@ -29,8 +29,7 @@ class OSWorldSettings(ScreenSettings):
     """Which machines there are, how OSWorld is started, and how long things may take."""
 
     python: str
-    """The Python of the environment that has ``desktop-env`` installed: OSWorld pins numpy, torch and sixty packages otherwise
-    than rayloop, so it cannot share one."""
+    """The Python of an environment with ``desktop-env``, whose pinned packages do not fit rayloop's."""
     tasks: str = ""
     """OSWorld's folder ``evaluation_examples/examples``, where a row names a task as domain/id; empty when rows hold tasks."""
     provider: str = "docker"
@@ -127,10 +126,9 @@ class Machine:
 
 
 class Machines:
-    """The machines of this process that are up and idle, and its claims on the numbers of the node. For many threads.
+    """The idle machines of this process, and its claims on the node's numbers. For many threads.
 
-    A number is claimed by a lock on its file, which ends with this process. The file's time is when the machine may be used again.
-    """
+    A claim is a lock on the number's file; the file's time is when the machine may be used again."""
 
     def __init__(self, settings: OSWorldSettings) -> None:
         self._settings = settings

@@ -1,7 +1,4 @@
-"""The first process inside a desktop's sandbox: starts a window manager and programs, acts through XTEST, grabs the screen.
-
-``python -m rayloop.envs.desktop.inside.driver SOCKET JSON``; it answers calls (rayloop/sandbox/frames.py) until the host is gone.
-"""
+"""The first process inside a desktop's sandbox: starts a window manager and programs, acts through XTEST, grabs the screen."""
 
 from __future__ import annotations
 
@@ -104,11 +101,7 @@ class Desk:
         self._until(shown, within, f"a window of {command[0]}")
 
     def do_screenshot(self, react: float, settle: float) -> tuple[Header, bytes]:
-        """Rows of 4 bytes a pixel (BGRX).
-
-        Waits at most ``react`` seconds until the screen differs from the last one that was returned, and then at most ``settle``
-        seconds until two looks are equal.
-        """
+        """Rows of 4 bytes a pixel (BGRX), after at most ``react`` seconds for a change and ``settle`` for two equal looks."""
         end = time.monotonic() + react
         pixels = self._grab()
         while pixels == self._last and time.monotonic() < end:
@@ -185,7 +178,7 @@ class Desk:
         os.environ["DISPLAY"] = f":{said.decode().strip()}"
 
     def _blamed(self) -> Exception:
-        """The error for the end of the window manager, or of the connection to X: Spoiled when programs in here caused it."""
+        """The error for the end of the window manager or of X: Spoiled when programs in here caused it."""
         if self._memory.filled:
             filled = self._memory.filled >> 20
             return Spoiled(f"the programs filled {filled} MiB together, of at most {self._memory_mb}, and were ended")
@@ -263,10 +256,9 @@ def confine(settings: dict[str, Any]) -> None:
 
 
 def end_with_the_host(connection: socket.socket) -> None:
-    """End, and with it the whole namespace, when the host's end is closed, also while X does not answer.
+    """End the whole namespace when the host's end is closed, also while X does not answer.
 
-    As root the signal for a parent's death does not come: bwrap has given up the right to signal another user's processes.
-    """
+    As root no signal comes for a parent's death: bwrap has given up the right to signal other users' processes."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
@@ -315,10 +307,7 @@ def put_file(home: str, path: str, content: bytes, mode: int) -> None:
 
 
 def home_contents(home: str) -> tuple[list[dict[str, Any]], bytes]:
-    """What is in the home, and the contents of its files one after the other.
-
-    Each entry has ``path`` and ``kind`` (file, folder, other), and ``size`` when its content is returned.
-    """
+    """The entries of the home (``path``, ``kind``, ``size`` of returned files), and the contents one after the other."""
     entries: list[dict[str, Any]] = []
     found: list[bytes] = []
     room = MOST_BYTES
