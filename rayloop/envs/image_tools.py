@@ -205,12 +205,8 @@ def _number(description: str, least: float, most: float, **more: Any) -> dict[st
     return {"type": "number", "description": description, "minimum": least, "maximum": most, **more}
 
 
-_IMAGE = {
-    "type": "integer",
-    "minimum": 0,
-    "default": 0,
-    "description": "which image: 0 is the first, and each result is the next one",
-}
+_WHICH = "which image: 0 is the first, and each result is the next one"
+_IMAGE = {"type": "integer", "minimum": 0, "default": 0, "description": _WHICH}
 _FOUR: dict[str, Any] = {"type": "array", "minItems": 4, "maxItems": 4}
 _BOXES: Mapping[str, dict[str, Any]] = {
     "fraction": {

@@ -51,5 +51,4 @@ class EpisodeSettings(SettingsModel):
     reset_timeout: float = Field(60.0, gt=0)
     """Seconds for making the environment, and again for ``reset``. Raise it for what starts slowly, such as a desktop."""
     step_timeout: float = Field(60.0, gt=0)
-    """Seconds for one ``step`` or ``evaluate``. Keep it above the environment's own ``tool_timeout``, or a hanging tool counts as a
-    hanging environment."""
+    """Seconds for one ``step`` or ``evaluate``. Keep it above the environment's own ``tool_timeout``, which then passes first."""

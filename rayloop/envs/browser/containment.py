@@ -29,8 +29,7 @@ class BrowserSettings(SettingsModel):
     program: str = "chromium-headless-shell"
     """The browser to start, a path or a name of PATH; Debian's headless shell needs less memory than a full Chromium."""
     containment: Containment = "namespaces"
-    """What must confine the browser: bubblewrap's namespaces, Chromium's own sandbox, or nothing. Lower it only for pages that you
-    trust."""
+    """What must confine the browser: bubblewrap's namespaces, Chromium's own sandbox, or nothing (for trusted pages only)."""
     pages: int = Field(16, ge=1)
     """Episodes in one browser at once. Lower it when a browser's end costs too many episodes; raise it to save memory."""
     recycle_episodes: int = Field(500, ge=1)
@@ -44,8 +43,7 @@ class BrowserSettings(SettingsModel):
     load_timeout: float = Field(20.0, gt=0)
     """Seconds to load the episode's page; beyond it the environment failed. Keep it below ``episode.reset_timeout``."""
     action_timeout: float = Field(10.0, gt=0)
-    """Seconds for a turn's actions and screenshot; a page that hangs longer ends the episode as ``tool_deadline``. Keep it below
-    half of ``episode.step_timeout``."""
+    """Seconds for a turn's actions and screenshot, else ``tool_deadline``. Keep it below half of ``episode.step_timeout``."""
 
 
 FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}

@@ -22,7 +22,6 @@ START = ("start_box", "point", "start_point")
 """Names of the same argument: those of UI-TARS 1.0 and 1.5, and of the ``point`` spelling."""
 END = ("end_box", "end_point")
 
-
 ALIASES = {
     "control": "ctrl", "ctl": "ctrl", "cmd": "meta", "command": "meta", "win": "meta", "super": "meta", "option": "alt",
     "return": "enter", "escape": "esc", "del": "delete", "ins": "insert", "spacebar": "space", "bksp": "backspace",

@@ -97,8 +97,7 @@ class PythonInterpreter:
         """How code is run, and what the policy sees of it."""
 
         on_error: Literal["feed_back", "stop"] = "feed_back"
-        """What failing code does: the policy sees the error, or the episode ends as ``action_error``, as PyVision's did. With
-        feed_back keep ``episode.on_error`` at continue."""
+        """What failing code does: the policy sees the error, or the episode ends as ``action_error``, as PyVision's did."""
         code_timeout: float = Field(30.0, gt=0)
         """Seconds for a turn's code; then its interpreter is ended. Keep it below ``episode.step_timeout``."""
         show_images: bool = True
