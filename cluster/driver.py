@@ -37,7 +37,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
-from rayloop.grpo.filters.table import build_filters
+from rayloop.grpo.filters import build_filters
 from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.ready import without
 from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin

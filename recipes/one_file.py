@@ -41,8 +41,8 @@ from rayloop.engines.training.scorer import Scorer, score
 from rayloop.envs.episode import summarize
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.batch import TrainSample
-from rayloop.grpo.filtering import Enough, apply_filters, generation_verdict, select
-from rayloop.grpo.filters.table import build_filters
+from rayloop.grpo.filtering import apply_filters, enough, select
+from rayloop.grpo.filters import build_filters
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, LossSettings, UpdateSettings
@@ -89,7 +89,7 @@ class OneFile:
         """Play groups until enough answers pass the filters. Raises GenerationBudgetSpent when the budget does not suffice."""
         groups, survivors, target = list[Group](), 0, GROUPS * GROUP_SIZE
         batches, budget = FILTERING.max_generation_batches, FILTERING.max_generation_batches * GROUPS
-        while generation_verdict(survivors, target, batches * (len(groups) >= budget), FILTERING, {}) is Enough.MORE:
+        while not enough(survivors, target, batches * (len(groups) >= budget), FILTERING, {}):
             wanted = math.ceil((target - survivors) / (GROUP_SIZE * self.acceptance.value))
             for _ in range(min(wanted, budget - len(groups))):
                 groups.append(apply_filters(with_advantages(self.play(), ADVANTAGE), self.filters))

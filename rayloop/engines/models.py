@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from safetensors import SafetensorError
@@ -32,7 +33,7 @@ from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailur
 from rayloop.core.model_files import unsupported
 from rayloop.core.protocols import Manifest
 from rayloop.core.threads import Cache
-from rayloop.core.types import ImageRef
+from rayloop.core.types import ImageRef, PromptImage, TokenPrompt
 from rayloop.data.images import decode
 from rayloop.engines.attention import use_packed_vision
 from rayloop.engines.settings import ModelSettings
@@ -270,3 +271,31 @@ def save_model(source: str | Path, target: Path, tensors: Mapping[str, Tensor], 
     (target / "config.json").write_text(json.dumps({**config, "dtype": kept}, indent=2) + "\n", encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"})
     shutil.copymode(target / "config.json", target / "model.safetensors")  # as the umask says; safetensors makes files private
+
+
+def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
+    """The prompt's tokens with one image token per image; ``image_token`` None: the model is text-only.
+
+    Raises DataFailure for a prompt without tokens, or whose image tokens are not as many as its images need.
+    """
+    if not prompt.token_ids:
+        raise DataFailure("prompt", "it has no tokens")
+    if image_token is None:
+        if prompt.images:
+            raise DataFailure("prompt", f"it has {len(prompt.images)} images, but the model is text-only")
+        return list(prompt.token_ids)
+    ids = np.array(prompt.token_ids)
+    where = np.flatnonzero(ids == image_token)
+    counts = [image.ref.tokens for image in prompt.images]
+    if len(where) != sum(counts):
+        raise DataFailure("prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}")
+    first = np.cumsum([0, *counts])[:-1]
+    rest: list[int] = np.delete(ids, np.delete(where, first)).tolist()
+    return rest
+
+
+def picture(image: PromptImage, patch: int) -> Image.Image:
+    """Returns the image in the size that the model sees, ``patch`` pixels for each patch of its grid, so that an engine does not
+    resize it. Raises DataFailure, InfrastructureFailure. Takes 0.2 s for 8 megapixels."""
+    size = (image.ref.grid[2] * patch, image.ref.grid[1] * patch)
+    return decode(read_image(image.ref, image.data)).resize(size, Image.Resampling.BICUBIC)

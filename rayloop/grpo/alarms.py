@@ -21,8 +21,7 @@ from rayloop.core.events import Emit
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import TrajectoryId
-from rayloop.grpo.collapse import LENGTH, Collapse, CollapseSettings
-from rayloop.grpo.limits import Alarm, Limit
+from rayloop.grpo.collapse import LENGTH, Alarm, Collapse, CollapseSettings, Limit
 
 DRIFT = "actor/old_behaviour_mean/lag_0"
 """Mean |trainer's log-prob - engine's| of samples of the present weights: asynchrony does not change it."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from rayloop.core.failures import GenerationBudgetSpent
 from rayloop.core.groups import Group, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.grpo.alarms import reasons
-from rayloop.grpo.filters.base import Filter
+from rayloop.grpo.filters import Filter
 from rayloop.grpo.settings import FilteringSettings
 from rayloop.grpo.staleness import began
 
@@ -71,29 +70,26 @@ def _in_issue_order(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(sorted(groups, key=lambda group: group.number))
 
 
-class Enough(StrEnum):
-    """What a step does next: start another generation batch, or train what survived."""
-
-    MORE = "more"
-    TRAIN = "train"
-
-
-def generation_verdict(
-    survivors: int, target: int, batches_used: int, settings: FilteringSettings, counts: Mapping[str, int],
+def enough(
+    survivors: int,
+    target: int,
+    used: int,
+    settings: FilteringSettings,
+    counts: Mapping[str, int],
     unscored: Sequence[Unscored] = (),
-) -> Enough:  # fmt: skip
-    """Decides, after ``batches_used`` generation batches, whether to train on ``survivors`` trajectories.
+) -> bool:
+    """Whether a step trains on ``survivors`` trajectories after ``used`` generation batches, or starts another batch.
 
-    A full target trains; else another batch follows while the budget lasts; else the smaller batch trains when at
-    least ``min_fraction`` of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the fates of
-    this step's trajectories) and the most frequent reasons of those that are ``unscored``.
+    A full target trains; else another batch follows while the budget lasts; else the smaller batch trains when at least
+    ``min_fraction`` of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the statuses of this step's
+    trajectories) and the most frequent reasons of those that are ``unscored``.
     """
     if survivors >= target:
-        return Enough.TRAIN
-    if batches_used < settings.max_generation_batches:
-        return Enough.MORE
+        return True
+    if used < settings.max_generation_batches:
+        return False
     if survivors > 0 and survivors >= settings.min_fraction * target:
-        return Enough.TRAIN
+        return True
     where = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items())) or "none counted"
     advice = "Raise max_generation_batches, loosen filters, or choose tasks that the policy sometimes solves"
     if 2 * len(unscored) > sum(counts.values()):
@@ -102,6 +98,6 @@ def generation_verdict(
         advice = f"{lost} were lost with the nodes that held them, which is no filter's doing: see payload_lost in events.jsonl"
     why = f". Why {len(unscored)} have no reward: {'; '.join(reasons(unscored))}" if unscored else ""
     raise GenerationBudgetSpent(
-        f"{survivors} of {target} trajectories survived {batches_used} generation batches, fewer than min_fraction "
+        f"{survivors} of {target} trajectories survived {used} generation batches, fewer than min_fraction "
         f"{settings.min_fraction} asks for. Where they went: {where}{why}. {advice}."
     )

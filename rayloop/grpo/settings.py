@@ -7,9 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
-from rayloop.grpo.filters.equal_rewards import EqualRewards
-from rayloop.grpo.filters.own import FILTER
-from rayloop.grpo.filters.table import FilterSettings
+from rayloop.grpo.filters import FILTER, EqualRewards, FilterSettings
 
 
 class AdvantageSettings(SettingsModel):

@@ -8,20 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rayloop.core.failures import BroadcastFailed
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.buckets import buckets
-from rayloop.transports.object_store import ArrayReceiver, Arrays, ArraySender
+from rayloop.transports.plain import ArrayReceiver, Arrays, ArraySender
 from rayloop.transports.seam import Receiver, Rollouts, Sender, WeightExporter, WeightTransport, WeightUpdate
 from rayloop.transports.settings import CollectiveTransport
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+ALIGNMENT = 16
+"""Bytes; tensors of any dtype start at a multiple of it within a bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """``offsets`` [name]: where each tensor begins, in bytes, within ``size`` bytes."""
+
+    size: int
+    offsets: Mapping[str, int]
+
+
+def buckets(manifest: Manifest, limit: int) -> Iterator[Bucket]:
+    """Cut the manifest's tensors, in order, into buckets of at most ``limit`` bytes; a larger tensor is alone."""
+    size, offsets = 0, dict[str, int]()
+    for name, tensor in manifest.tensors.items():
+        room = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if offsets and size + room > limit:
+            yield Bucket(size, offsets)
+            size, offsets = 0, {}
+        offsets[name] = size
+        size += room
+    if offsets:
+        yield Bucket(size, offsets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,22 @@ docs/bring_your_own/transport.md has the shortest complete transport.
 from __future__ import annotations
 
 import asyncio
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from rayloop.config.settings import Component
+from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import GenerationEngine, Manifest
 from rayloop.core.types import Version
+from rayloop.transports.settings import TransportSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,3 +122,17 @@ class WeightTransport(ABC, Generic[Source]):
         update = await policy.export(version)
         rollouts.keep(update)
         await rollouts.load(update)
+
+
+def transport(settings: TransportSettings, folder: str | Path) -> WeightTransport[Any]:
+    """Returns the transport of ``settings``; it may write below ``folder`` (in the run folder), which every node should see.
+
+    Raises ConfigError for a class that is no transport.
+    """
+    if not isinstance(settings, Component):
+        shipped: WeightTransport[Any] = pkgutil.resolve_name(settings.implementation)(settings, str(folder))
+        return shipped
+    own = settings.resolve()(settings.options(), str(folder))
+    if isinstance(own, WeightTransport):
+        return own
+    raise ConfigError(f"use: {settings.use!r} is no rayloop.transports.seam.Transport, but a {type(own).__name__}")

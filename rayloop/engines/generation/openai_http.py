@@ -26,9 +26,8 @@ from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.models import save_model
-from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
 from rayloop.transports.manifest import verify
 
 BUSY = frozenset({408, 409, 425, 429})

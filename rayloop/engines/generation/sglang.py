@@ -20,11 +20,9 @@ from transformers import AutoConfig
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.engines.generation.build import EnginePlace
-from rayloop.engines.generation.prompts import collapsed, picture
-from rayloop.engines.models import has_vision
-from rayloop.engines.settings import ModelSettings, SglangEngineSettings
-from rayloop.transports.buckets import buckets
+from rayloop.engines.models import collapsed, has_vision, picture
+from rayloop.engines.settings import EnginePlace, ModelSettings, SglangEngineSettings
+from rayloop.transports.collective import buckets
 from rayloop.transports.manifest import verify
 
 TESTED = "0.5.23"

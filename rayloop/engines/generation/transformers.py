@@ -7,11 +7,13 @@ each of its turns is returned when it ends.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -20,12 +22,44 @@ from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import InfrastructureFailure, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
-from rayloop.engines.generation.arrivals import Arrivals
-from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.decoding import Decoder, DecodeRequest
 from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision
-from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, TransformersEngineSettings
 from rayloop.transports.manifest import DTYPES
+
+FIRST = 0.05
+"""Seconds to wait before the first batch."""
+SHORTEST = 0.002
+SHARE = 0.25
+"""Longest wait, as a share of the last batches' mean duration. Longer pauses separate batches and do not count."""
+BATCHES = 8
+"""Number of last batches whose pauses count."""
+
+
+class Arrivals:
+    """A batch that is not full starts when no request came for ``wait`` seconds: twice the longest pause of the last batches.
+
+    A batch that starts too early leaves requests to a second batch, which takes nearly as long; a long wait delays all. Pauses and
+    durations depend on the machine and its load, so the class measures them.
+    """
+
+    def __init__(self) -> None:
+        self.wait = FIRST
+        self._last = float("-inf")
+        self._pauses: deque[float] = deque(maxlen=BATCHES)
+        self._seconds: deque[float] = deque(maxlen=BATCHES)
+
+    def decoded(self, arrivals: Sequence[float], seconds: float) -> None:
+        """Count a batch that took ``seconds``, whose requests came at ``arrivals`` (seconds, ascending). A short pause before its
+        first request counts: that request just missed the previous batch."""
+        self._seconds.append(seconds)
+        longest = SHARE * mean(self._seconds)
+        pauses = [later - earlier for earlier, later in pairwise((self._last, *arrivals))]
+        self._last = arrivals[-1]
+        if known := [pause for pause in pauses if pause <= longest]:
+            self._pauses.append(max(known))
+            self.wait = min(max(2 * max(self._pauses), SHORTEST), max(longest, SHORTEST))
+
 
 COHORT_WAIT = 120.0
 """Seconds to wait, with ``rollout.deterministic``, for all members of a group (a cohort). Then the waiting members fail and are

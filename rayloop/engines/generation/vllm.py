@@ -22,12 +22,10 @@ from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, WeightS
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version, derive
-from rayloop.engines.generation.build import EnginePlace
-from rayloop.engines.generation.prompts import collapsed, picture
 from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers, usage
 from rayloop.engines.generation.vllm_worker import write
-from rayloop.engines.models import has_vision
-from rayloop.engines.settings import ModelSettings, VllmEngineSettings
+from rayloop.engines.models import collapsed, has_vision, picture
+from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
 
 RETRIES = (0.05, 0.5, 2.0)
 """Seconds of pause before each further attempt at a request that vLLM gave up, which says nothing about the engine."""

@@ -27,19 +27,17 @@ from rayloop.core.files import Checksum
 from rayloop.core.protocols import TrainItem
 from rayloop.core.threads import asked, settle, start
 from rayloop.core.types import Trajectory, Version, derive
+from rayloop.engines.machine import keep_freed
 from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
 from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator
-from rayloop.engines.training.heap import keep_freed
 from rayloop.engines.training.lora import adapter_names, adapters_off, add_adapters, base_name, is_adapter, merged
 from rayloop.engines.training.optimizer import Optimizer, OptimizerStep
 from rayloop.engines.training.scorer import Scorer, score
 from rayloop.engines.training.sharding import add_noise, from_first, gather, join, local, on_all_ranks, shard, total
-from rayloop.grpo.batch import Batch, TrainSample
-from rayloop.grpo.loss import Denominator, policy_loss, token_weights
-from rayloop.grpo.metrics import LossMetrics
-from rayloop.grpo.segments import by_segment, segmented
+from rayloop.grpo.batch import Batch, TrainSample, by_segment, segmented
+from rayloop.grpo.loss import Denominator, LossMetrics, policy_loss, token_weights
 from rayloop.grpo.settings import LossSettings
 from rayloop.transports.manifest import DTYPES
 

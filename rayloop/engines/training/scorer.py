@@ -20,8 +20,7 @@ from rayloop.engines.attention import use_packed_sdpa
 from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
-from rayloop.grpo.batch import Batch, TrainSample
-from rayloop.grpo.segments import by_segment
+from rayloop.grpo.batch import Batch, TrainSample, by_segment
 from rayloop.transports.manifest import DTYPES
 
 

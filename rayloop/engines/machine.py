@@ -1,10 +1,34 @@
-"""Keeps freed memory in the process, for the next update."""
+"""The process on its machine: the cores that it may use, and the memory that it keeps. Imports no torch."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def quota(group: Path = CGROUP) -> float | None:
+    """Returns the control group's limit in cores (``docker --cpus``); None without a limit, and with version 1 of cgroups."""
+    try:
+        share, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return None if share == "max" else int(share) / int(period)
+
+
+def usable(group: Path = CGROUP) -> int:
+    """Returns whole cores, at least one: the process's affinity, cut to the control group's limit."""
+    allowed = len(os.sched_getaffinity(0))
+    return max(1, min(allowed, int(quota(group) or allowed)))
+
+
+def per_process(processes: int) -> int:
+    """Returns the torch threads of each of ``processes`` that compute on this machine at the same time: an equal share."""
+    return max(1, usable() // max(1, processes))
+
 
 logger = logging.getLogger(__name__)
 
