@@ -10,7 +10,9 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -95,13 +97,7 @@ _layouts: MutableMapping[Tensor, _Layout] = WeakTensorKeyDictionary()
 
 
 def _packed_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor,
-    **options: Any,
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_ids: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids`` [1, T] are 0.
 
@@ -112,25 +108,19 @@ def _packed_sdpa(
 
 
 def _grouped_sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """``query`` [B, heads, n, d], ``key`` and ``value`` [B, kv_heads, T, d], ``attention_mask`` [B, 1, n, T] or None."""
     batch, heads, new, width = query.shape
     if new > 1 or options.get("dropout"):
         return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
     grouped = query.view(batch, key.shape[1], -1, width)
-    output = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
+    output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
     return output.reshape(batch, 1, heads, width), None
 
 
 def _packed_vision(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor,
-    **options: Any,
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, cu_seq_lens_q: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     """``query``, ``key`` and ``value`` are [1, heads, T, d]; ``cu_seq_lens_q`` are the borders of windows or images."""
     return _attend(module, query, key, value, _remembered(cu_seq_lens_q, _images), **options), None
@@ -189,7 +179,7 @@ def _part(sequences: _Sequences, total: int) -> tuple[_Part, Tensor]:
     return _Part(own, seen, (steps <= shared[..., None] + ahead[:, None])[:, None]), real
 
 
-def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layout: _Layout, **options: Any) -> Tensor:
+def _attend(module: Module, query: Tensor, key: Tensor, value: Tensor, layout: _Layout, **options: Any) -> Tensor:
     """Attention [1, T, heads, d], one call for each part of the row."""
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     outputs = []
@@ -202,7 +192,7 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layout
 
 
 def plain_attention(
-    module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
+    module: Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
 ) -> tuple[Tensor, None]:
     """``softmax(query keyᵀ scaling) value`` [n, L, heads, d]; without a ``mask`` causal where ``module`` or options say so."""
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))

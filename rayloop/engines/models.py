@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,10 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
         if weights:
             model, report = auto.from_pretrained(settings.path, output_loading_info=True, **made)
         else:
-            model, report = _without_weights(lambda: auto.from_config(config, **made)), {"missing_keys": ()}
+            from accelerate import init_empty_weights  # a second of imports, for the ranks that need it
+
+            with init_empty_weights(include_buffers=False):
+                model, report = auto.from_config(config, **made), {"missing_keys": ()}
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model.path {settings.path} cannot be loaded: {error}. Expected a folder in Hugging Face layout"
@@ -77,13 +81,6 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
         _patches_by_matmul(model)
         use_packed_vision(model)
     return model.eval()
-
-
-def _without_weights(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
-    from accelerate import init_empty_weights  # a second of imports, for the ranks that need it
-
-    with init_empty_weights(include_buffers=False):
-        return build()
 
 
 def _patches_by_matmul(model: PreTrainedModel) -> None:
@@ -135,19 +132,15 @@ class Vision:
         """
         return self._cache.made(ref.sha256, lambda: self._made(ref, data))
 
-    def _made(self, ref: ImageRef, data: bytes | None) -> Tensor:
-        name = _name(ref)
-        patches, grid = self._process(read_image(ref, data), name)
-        if grid != tuple(ref.grid):
-            raise DataFailure(name, f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}")
-        return patches
-
-    def _process(self, data: bytes, name: str) -> tuple[Tensor, tuple[int, ...]]:
+    def _made(self, ref: ImageRef, data: bytes | None) -> Any:
+        name, encoded = _name(ref), read_image(ref, data)
         try:
-            features = self._processor(images=[decode(data)], return_tensors="pt")
+            features = self._processor(images=[decode(encoded)], return_tensors="pt")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
             raise DataFailure(name, f"the image cannot be decoded: {error}") from error
-        return features["pixel_values"], tuple(features["image_grid_thw"][0].tolist())
+        if (grid := tuple(features["image_grid_thw"][0].tolist())) != tuple(ref.grid):
+            raise DataFailure(name, f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}")
+        return features["pixel_values"]
 
 
 def _name(ref: ImageRef) -> str:
@@ -212,7 +205,7 @@ def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
         tags = {}
     by_index = {int(tag[0]): name for name, tag in tags.items() if tag.shape == (2,)}
     if sorted(by_index) != list(range(len(names))):
-        raise ConfigError(f"{type(model).__name__}: its checkpoint merges or splits parameters, which cannot be published")
+        raise ConfigError(f"{type(model).__name__}: its checkpoint merges or splits parameters, which a weight sync cannot send")
     return {name: by_index[i] for i, name in enumerate(names)}
 
 

@@ -44,9 +44,7 @@ def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, 
     that the cut takes off a group of ``train`` become ``surplus[cut]``. Groups without kept members are in neither part. Raises
     ValueError when a group to be ranked has no std.
     """
-    train: list[Group] = []
-    left_over: list[Group] = []
-    room = target
+    train, left_over, room = list[Group](), list[Group](), target
     age = began if oldest_first else lambda group: 0.0
     for group in sorted((g for g in ready if g.kept), key=lambda g: (age(g), *_rank(g, settings))):
         if room <= 0:
@@ -55,7 +53,7 @@ def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, 
         kept = [i for i, member in enumerate(group.members) if member.kept]
         train.append(group.map({i: replace(group.members[i], status=CUT) for i in kept[room:]}))
         room -= len(kept)
-    return Selection(_in_issue_order(train), _in_issue_order(left_over))
+    return Selection(_in_request_order(train), _in_request_order(left_over))
 
 
 def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
@@ -66,23 +64,18 @@ def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
     return -group.std, group.number
 
 
-def _in_issue_order(groups: Sequence[Group]) -> tuple[Group, ...]:
+def _in_request_order(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(sorted(groups, key=lambda group: group.number))
 
 
 def enough(
-    survivors: int,
-    target: int,
-    used: int,
-    settings: FilteringSettings,
-    counts: Mapping[str, int],
-    unscored: Sequence[Unscored] = (),
+    survivors: int, target: int, used: int, settings: FilteringSettings, counts: Mapping[str, int], lost: Sequence[Unscored] = ()
 ) -> bool:
     """Whether a step trains on ``survivors`` trajectories after ``used`` generation batches, or starts another batch.
 
     A full target trains; else another batch follows while the budget lasts; else the smaller batch trains when at least
     ``min_fraction`` of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the statuses of this step's
-    trajectories) and the most frequent reasons of those that are ``unscored``.
+    trajectories) and the most frequent reasons of those that are ``lost``, without a reward.
     """
     if survivors >= target:
         return True
@@ -92,11 +85,11 @@ def enough(
         return True
     where = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items())) or "none counted"
     advice = "Raise max_generation_batches, loosen filters, or choose tasks that the policy sometimes solves"
-    if 2 * len(unscored) > sum(counts.values()):
+    if 2 * len(lost) > sum(counts.values()):
         advice = "Most have no reward, which is not the policy's doing: repair that first"
-    if 2 * (lost := counts.get(f"{TrajectoryState.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)) > sum(counts.values()):
-        advice = f"{lost} were lost with the nodes that held them, which is no filter's doing: see payload_lost in events.jsonl"
-    why = f". Why {len(unscored)} have no reward: {'; '.join(reasons(unscored))}" if unscored else ""
+    if 2 * (gone := counts.get(f"{TrajectoryState.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)) > sum(counts.values()):
+        advice = f"{gone} were lost with the nodes that held them, which is no filter's doing: see payload_lost in events.jsonl"
+    why = f". Why {len(lost)} have no reward: {'; '.join(reasons(lost))}" if lost else ""
     raise GenerationBudgetSpent(
         f"{survivors} of {target} trajectories survived {used} generation batches, fewer than min_fraction "
         f"{settings.min_fraction} asks for. Where they went: {where}{why}. {advice}."

@@ -16,23 +16,12 @@ LAG_BUCKETS = 4
 """k3 is split by version lag 0, 1, 2 and 3 or more."""
 MISMATCH_BOUND = 20.0
 """The log-prob mismatch (old - behaviour, nats) is clamped to ±20 before exp: one broken token must not overflow the sums."""
+SHARES = ("clip_low", "clip_high", "clip_dual", "capped")
+"""Masks of tokens, which ``finalize`` gives as fractions."""
 SUMS = (
-    "tokens",
-    "clip_low",
-    "clip_high",
-    "clip_dual",
-    "capped",
-    "weight",
-    "weight_squared",
-    "mismatch",
-    "mismatch_k3",
-    "kl_tokens",
-    "kl",
-    "entropy_tokens",
-    "entropy",
-    *(f"lag_tokens_{i}" for i in range(LAG_BUCKETS)),
-    *(f"lag_k3_{i}" for i in range(LAG_BUCKETS)),
-    *(f"lag_mismatch_{i}" for i in range(LAG_BUCKETS)),
+    *("tokens", *SHARES, "weight", "weight_squared", "mismatch", "mismatch_k3"),
+    *("kl_tokens", "kl", "entropy_tokens", "entropy"),
+    *(f"{name}_{i}" for name in ("lag_tokens", "lag_k3", "lag_mismatch") for i in range(LAG_BUCKETS)),
 )
 MAXIMA = ("ratio", "mismatch")
 
@@ -47,9 +36,8 @@ class LossMetrics:
     @classmethod
     def zero(cls, device: torch.device | str = "cpu") -> LossMetrics:
         """Returns the metrics of no token, which a rank without tokens contributes."""
-        return cls(
-            torch.zeros(len(SUMS), dtype=torch.float64, device=device), torch.zeros(len(MAXIMA), dtype=torch.float64, device=device)
-        )
+        sums, maxima = (torch.zeros(len(names), dtype=torch.float64, device=device) for names in (SUMS, MAXIMA))
+        return cls(sums, maxima)
 
     @classmethod
     def of(
@@ -97,7 +85,7 @@ class LossMetrics:
         n = sums["tokens"]
         if n == 0:
             return {}
-        values = {name: sums[name] / n for name in ("clip_low", "clip_high", "clip_dual", "capped")}
+        values = {name: sums[name] / n for name in SHARES}
         values |= {
             "ratio_max": maxima["ratio"],
             "effective_sample_size": sums["weight"] ** 2 / (n * sums["weight_squared"]),

@@ -163,8 +163,8 @@ class RolloutManager:
         return c.when_late == "wait" and self._playing.any_due(version, inherited)
 
     def _enough(self, owed: bool) -> bool:
-        """Whether to train, or wait for more. What is ``owed`` is awaited; the budget is spent when nothing is in flight, also when every task
-        is quarantined."""
+        """Whether to train now. What is ``owed`` is awaited; the budget is spent when nothing is in flight, also when every task is
+        quarantined."""
         c, survivors, spent = self.config.algorithm, self.ready.survivors, self.scheduler.spent
         if not (survivors >= c.target and not owed) and (self.in_flight or self.scheduler.reissue or not spent):
             return False

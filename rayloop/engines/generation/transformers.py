@@ -157,7 +157,7 @@ class TransformersEngine:
             self._running, began = batch, loop.time()
             self._idle.clear()
             try:
-                await loop.run_in_executor(self._worker, self._decode, batch, version, loop)
+                await loop.run_in_executor(self._worker, self._decoder.decode, [_row(one, version, loop) for one in batch])
             except Exception as error:  # the callers get it, and the next batch is tried
                 for request in batch:
                     _fail(request, WorkerLost(f"decoding a batch of {len(batch)} failed: {error!r}"), error)
@@ -187,7 +187,8 @@ class TransformersEngine:
         deadlines: list[float] = []
         for cohort, members in self._cohorts().items():
             deadlines.append(members[0].arrival + COHORT_WAIT)
-            missing = self._missing(cohort, members)
+            size = members[0].prompt.cohort.size if members[0].prompt.cohort else 0
+            missing = size - self._left[cohort] - len(members)
             if missing <= 0:
                 return sorted(members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)), None
             if now >= deadlines[-1]:
@@ -198,10 +199,6 @@ class TransformersEngine:
             if len(free) >= self._settings.max_sequences or now >= deadlines[-1]:
                 return free[: self._settings.max_sequences], None
         return [], max(0.0, min(deadlines) - now)
-
-    def _missing(self, cohort: str, members: list[_Request]) -> int:
-        size = members[0].prompt.cohort.size if members[0].prompt.cohort else 0
-        return size - self._left[cohort] - len(members)
 
     def _give_up(self, cohort: str, members: list[_Request], missing: int) -> None:
         """Fail the waiting members: a batch without the missing ones would silently give other bits than a repeated run."""
@@ -216,10 +213,6 @@ class TransformersEngine:
             if request.prompt.cohort is not None:
                 cohorts.setdefault(request.prompt.cohort.key, []).append(request)
         return cohorts
-
-    def _decode(self, batch: list[_Request], version: Version, loop: asyncio.AbstractEventLoop) -> None:
-        """In the worker thread."""
-        self._decoder.decode([_row(request, version, loop) for request in batch])
 
     def _copy(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """In the worker thread, hence never while a batch is decoded."""

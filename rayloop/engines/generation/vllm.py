@@ -22,7 +22,16 @@ from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, WeightS
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version, derive
-from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers, usage
+from rayloop.engines.generation.vllm_process import (
+    VllmLoad,
+    alive,
+    answered,
+    common_arguments,
+    output,
+    prepare,
+    start,
+    stat_loggers,
+)
 from rayloop.engines.generation.vllm_worker import write
 from rayloop.engines.models import collapsed, has_vision, picture
 from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
@@ -37,9 +46,6 @@ class VllmEngine:
     def __init__(self, model: ModelSettings, settings: VllmEngineSettings, place: EnginePlace) -> None:
         """With ``place.name``, which needs a Ray process, vLLM's metrics go to Ray's under this name."""
         prepare(settings, place.scratch())
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
         self._settings = settings
         self._vision = has_vision(config)
@@ -48,9 +54,7 @@ class VllmEngine:
             self._patch: int = config.vision_config.patch_size
         self._load = VllmLoad()
         arguments = {"served_model_name": place.name} | _arguments(model, settings, self._vision)
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments), usage_context=usage(), stat_loggers=stat_loggers(self._load, place.name)
-        )
+        self._llm = start(arguments, stat_loggers(self._load, place.name))
         self._limit: int = self._llm.model_config.max_model_len
         self._version: Version | None = None
         self._failed_loads = 0
@@ -95,21 +99,16 @@ class VllmEngine:
         entered = self._entering[number] = asyncio.Event()
         self._running += 1
         try:
-            output = await answered(self._llm, self._sample(given, parameters, number))
+            sampled = await output(self._llm, given, parameters, number)
         finally:
             self._running -= 1
             self._entering.pop(number, None)
             entered.set()
         if self._failed_loads != failed:
             raise WorkerLost("a load failed while the request was running")
-        if output.finish_reason == "error":
+        if sampled.finish_reason == "error":
             return None
-        return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), _finish(output), version)
-
-    async def _sample(self, prompt: Any, parameters: Any, number: str) -> Any:
-        async for answer in self._llm.generate(prompt, parameters, number):
-            output = answer.outputs[0]
-        return output
+        return Completion(tuple(sampled.token_ids), tuple(sampled.logprobs.logprobs), _finish(sampled), version)
 
     def _announced(self, add_request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """Returns vLLM's ``add_request``, which then also sets the request's event when the scheduler has the request."""
