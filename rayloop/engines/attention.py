@@ -27,10 +27,8 @@ PACKED_VISION = "packed_sdpa_like_flash"
 
 
 def use_packed_sdpa(model: PreTrainedModel) -> None:
-    """Let a language model with SDPA attend sample by sample. Other attention implementations stay as they are.
-
-    transformers makes no mask for an implementation that it does not know; packed attention needs none.
-    """
+    """Let a language model with SDPA attend sample by sample. Other attention implementations stay as they are. transformers makes
+    no mask for an implementation that it does not know; packed attention needs none."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED_SDPA, _packed_sdpa)
         model.set_attn_implementation({"": PACKED_SDPA, "text_config": PACKED_SDPA})

@@ -107,10 +107,8 @@ def tensor_cache(limit: int = 256 << 20) -> Cache[str, Tensor]:
 
 
 class Vision:
-    """Turns encoded images into the model's patches; the same in the engine and in the trainer.
-
-    ``merge`` is the side of the patch square that becomes one image token. Decoded images are cached by content.
-    """
+    """Turns encoded images into the model's patches; the same in the engine and in the trainer. ``merge`` is the side of the patch
+    square that becomes one image token. Decoded images are cached by content."""
 
     def __init__(self, settings: ModelSettings, config: PreTrainedConfig) -> None:
         settings = settings.here(weights=False)
@@ -148,11 +146,8 @@ def _name(ref: ImageRef) -> str:
 
 
 def read_image(ref: ImageRef, data: bytes | None = None) -> bytes:
-    """The encoded image: ``data``, or what is at ``ref.path``.
-
-    Raises DataFailure when it is missing or not the one that ``ref.sha256`` names, InfrastructureFailure when the file system
-    fails.
-    """
+    """The encoded image: ``data``, or what is at ``ref.path``. Raises DataFailure when it is missing or not the one that
+    ``ref.sha256`` names, InfrastructureFailure when the file system fails."""
     name = _name(ref)
     if data is None:
         if ref.path is None:
@@ -194,10 +189,8 @@ def positions(model: PreTrainedModel, token_ids: Tensor, grids: Tensor) -> Tenso
 
 
 def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
-    """The model's parameter names mapped to those of its Hugging Face checkpoint; a tied head is listed once.
-
-    Raises ConfigError for a model whose checkpoint is not a plain renaming of its parameters.
-    """
+    """The model's parameter names mapped to those of its Hugging Face checkpoint; a tied head is listed once. Raises ConfigError
+    for a model whose checkpoint is not a plain renaming of its parameters."""
     names = [name for name, _ in model.named_parameters()]
     try:
         tags = revert_weight_conversion(model, {name: torch.tensor([i, i]) for i, name in enumerate(names)})
@@ -216,10 +209,8 @@ def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Verify the weights, then copy them into ``parameters`` (see ``hf_state``) in place, converted to their dtype.
-
-    Raises WeightSyncError, also for weights of another model; nothing is copied then.
-    """
+    """Verify the weights, then copy them into ``parameters`` (see ``hf_state``) in place, converted to their dtype. Raises
+    WeightSyncError, also for weights of another model; nothing is copied then."""
     verify(manifest, tensors)
     missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
     shapes = [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
@@ -249,10 +240,8 @@ def _part(name: str) -> str:
 
 
 def save_model(source: str | Path, target: Path, tensors: Mapping[str, Tensor], dtype: str | None = None) -> None:
-    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder ``source``.
-
-    ``dtype``: float32 or bfloat16, None: the tensors' own, which is one.
-    """
+    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder ``source``. ``dtype``: float32 or
+    bfloat16, None: the tensors' own, which is one."""
     target.mkdir(parents=True, exist_ok=True)
     if dtype is not None:
         tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
@@ -267,10 +256,8 @@ def save_model(source: str | Path, target: Path, tensors: Mapping[str, Tensor], 
 
 
 def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
-    """The prompt's tokens with one image token per image; ``image_token`` None: the model is text-only.
-
-    Raises DataFailure for a prompt without tokens, or whose image tokens are not as many as its images need.
-    """
+    """The prompt's tokens with one image token per image; ``image_token`` None: the model is text-only. Raises DataFailure for a
+    prompt without tokens, or whose image tokens are not as many as its images need."""
     if not prompt.token_ids:
         raise DataFailure("prompt", "it has no tokens")
     if image_token is None:

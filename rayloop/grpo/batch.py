@@ -60,10 +60,8 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n distinct images.
-
-    A trajectory may lack its prompt, if that of the last whole one before it is the same.
-    """
+    """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n distinct images. A trajectory
+    may lack its prompt, if that of the last whole one before it is the same."""
 
     token_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [R, 1, T] int64; row 0 restarts with each trajectory, at 0 or after the shared prompt

@@ -128,10 +128,8 @@ class PerToken:
 
 @dataclass(frozen=True, slots=True)
 class Denominator:
-    """Loss tokens and trajectories (``sequences``) of one optimizer update, over all ranks and micro-batches.
-
-    They are counted before the backward pass. Trajectories with advantage 0 count although they are skipped.
-    """
+    """Loss tokens and trajectories (``sequences``) of one optimizer update, over all ranks and micro-batches. They are counted
+    before the backward pass. Trajectories with advantage 0 count although they are skipped."""
 
     tokens: int
     sequences: int

@@ -14,10 +14,8 @@ from rayloop.grpo.batch import Batch, TrainSample
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
-    """Indices into ``lengths`` (tokens), grouped so that each group has at most ``budget`` tokens.
-
-    First-fit decreasing; a sample longer than the budget gets a group of its own. Every index occurs once.
-    """
+    """Indices into ``lengths`` (tokens), grouped so that each group has at most ``budget`` tokens. First-fit decreasing; a sample
+    longer than the budget gets a group of its own. Every index occurs once."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

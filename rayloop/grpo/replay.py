@@ -19,10 +19,8 @@ REPLACED = Status(TrajectoryState.SURPLUS, "replaced_by_replay")
 
 @dataclass(frozen=True, slots=True)
 class ReplayRules:
-    """Which trajectories are stored, and which groups get one; the defaults are ARPO's.
-
-    The original compares in single precision, where 0.1 is above 0.1: ``success_above=0.0999999`` stores it too.
-    """
+    """Which trajectories are stored, and which groups get one; the defaults are ARPO's. The original compares in single precision,
+    where 0.1 is above 0.1: ``success_above=0.0999999`` stores it too."""
 
     capacity: int = 8
     """Stored successes per task, oldest out first."""
@@ -56,7 +54,7 @@ class ReplayBuffer:
         """Returns the group with a stored success as member 0 when all of it failed. Does not change the buffer.
 
         Comes before the statistics: members are scored, but have neither advantage nor status. ``step`` is the step that
-        will train on the group. The draw depends on (seed, task, issue) and on what is stored, nothing else. The
+        will train on the group. The draw depends on (seed, task, group) and on what is stored, nothing else. The
         displaced member is no longer in the group; it counts as ``surplus[replaced_by_replay]``, or as what kept it from
         being scored. ``store`` the group as it came once it is committed.
         """

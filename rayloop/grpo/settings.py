@@ -76,7 +76,7 @@ class FilteringSettings(SettingsModel):
     example ``filters: [{kind: equal_rewards, tolerance: 0.01}, {kind: max_length, tokens: 4096}, {use: "mine:few_turns"}]``;
     ``filters: []`` trains everything. One's own: docs/bring_your_own/filter.md."""
     ranking: Literal["std", "fifo"] = "std"
-    """std: groups with the largest reward spread first, ties in request order. issue: first come, first trained. Where left-over
+    """std: groups with the largest reward spread first, ties in request order. fifo: first come, first trained. Where left-over
     groups are carried over, older groups go first, and this orders those that the same version began."""
     groups_per_generation: int | None = Field(None, gt=0)
     """Groups started per generation batch; None: as many as a step needs. Raise it to oversample: ranking then has more to

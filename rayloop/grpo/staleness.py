@@ -15,10 +15,8 @@ NO_LINEAGES: Mapping[int, int] = MappingProxyType({})
 
 
 def lag(version: Version, training: Version) -> int:
-    """Optimizer steps between the weights that sampled a trajectory and those that will train on it.
-
-    Raises ValueError for a version from the future. Lineages are not compared; ``is_stale`` does.
-    """
+    """Optimizer steps between the weights that sampled a trajectory and those that will train on it. Raises ValueError for a
+    version from the future. Lineages are not compared; ``is_stale`` does."""
     if version.step > training.step:
         raise ValueError(f"version {version} is ahead of the trainer's {training}")
     return training.step - version.step
@@ -101,10 +99,8 @@ class AcceptanceRate:
 
 
 class LengthRatio:
-    """Mean length of trained trajectories over that of sampled ones: exponential averages over ``memory`` steps.
-
-    1 when neither staleness nor filters nor ranking prefer an episode by its length.
-    """
+    """Mean length of trained trajectories over that of sampled ones: exponential averages over ``memory`` steps. 1 when neither
+    staleness nor filters nor ranking prefer an episode by its length."""
 
     def __init__(self, memory: float = 16.0) -> None:
         self._keep = math.exp(-1 / memory)

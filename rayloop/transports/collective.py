@@ -113,10 +113,8 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         return WeightUpdate(packed.manifest, packed.source)
 
     def invite(self, members: tuple[int, ...], failures: int) -> BroadcastGroup:
-        """Returns the group for this rank and the rollout actors with the serial numbers ``members``.
-
-        It is the existing group unless the members or the number of failed broadcasts have changed.
-        """
+        """Returns the group for this rank and the rollout actors with the serial numbers ``members``. It is the existing group
+        unless the members or the number of failed broadcasts have changed."""
         port = self._membership.serve(self._host)
         if self._meeting is None or self._invited != (members, failures):
             self._invited = (members, failures)

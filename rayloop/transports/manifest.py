@@ -39,7 +39,7 @@ def record(tensor: Tensor) -> TensorRecord:
 def manifest(version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
     """Returns the manifest of one version. Raises WeightSyncError for a dtype that is not in ``DTYPES``."""
     if unknown := {name: str(tensor.dtype) for name, tensor in tensors.items() if _dtype_name(tensor) not in DTYPES}:
-        raise WeightSyncError(f"version {version}: only {', '.join(DTYPES)} can be published, not {unknown}")
+        raise WeightSyncError(f"version {version}: only {', '.join(DTYPES)} can be sent, not {unknown}")
     return Manifest(version, {name: record(tensor) for name, tensor in tensors.items()})
 
 

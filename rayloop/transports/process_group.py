@@ -21,11 +21,8 @@ LOOK = 0.05
 
 
 class Membership:
-    """This process's membership in a group whose first member broadcasts. ``join`` leaves the previous group.
-
-    A member that notices a failure leaves; its closed connections fail the broadcasts of the others. No wait exceeds ``timeout``
-    seconds.
-    """
+    """This process's membership in a group whose first member broadcasts. ``join`` leaves the previous group. A member that notices
+    a failure leaves; its closed connections fail the broadcasts of the others. No wait exceeds ``timeout`` seconds."""
 
     def __init__(self, backend: Literal["gloo", "nccl"], timeout: float) -> None:
         self._backend, self._timeout = backend, timedelta(seconds=timeout)

@@ -64,10 +64,8 @@ class Rollouts(Protocol):
         ...
 
     async def load(self, update: WeightUpdate[Any]) -> None:
-        """Every engine in service loads it within ``weight_sync.timeout``. An engine that is lost meanwhile is replaced.
-
-        Raises the first failure (WeightSyncError, BroadcastFailed) after all have ended.
-        """
+        """Every engine in service loads it within ``weight_sync.timeout``. An engine that is lost meanwhile is replaced. Raises the
+        first failure (WeightSyncError, BroadcastFailed) after all have ended."""
         ...
 
     def fell_back(self, version: Version, error: Exception) -> None:
@@ -91,10 +89,8 @@ class Receiver(ABC, Generic[Source]):
         """The verified tensors, to be read only. Runs in a thread. Raises WeightSyncError."""
 
     async def take(self, engine: GenerationEngine, manifest: Manifest, source: Source) -> None:
-        """Unpack, pause the engine, load, and resume it in any case. Raises WeightSyncError.
-
-        A transport that gives the weights to an engine's own processes overrides this, and unpacks nothing.
-        """
+        """Unpack, pause the engine, load, and resume it in any case. Raises WeightSyncError. A transport that gives the weights to
+        an engine's own processes overrides this, and unpacks nothing."""
         tensors = await asyncio.to_thread(self.unpack, manifest, source)
         await engine.pause()
         try:
@@ -115,20 +111,16 @@ class WeightTransport(ABC, Generic[Source]):
         """Returns the rollout actor's half."""
 
     async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
-        """Load the policy's weights into every engine in service, as ``version``.
-
-        Raises PolicyLost when the weights could not be gathered, WeightSyncError when they did not arrive as sent.
-        """
+        """Load the policy's weights into every engine in service, as ``version``. Raises PolicyLost when the weights could not be
+        gathered, WeightSyncError when they did not arrive as sent."""
         update = await policy.export(version)
         rollouts.keep(update)
         await rollouts.load(update)
 
 
 def transport(settings: TransportSettings, folder: str | Path) -> WeightTransport[Any]:
-    """Returns the transport of ``settings``; it may write below ``folder`` (in the run folder), which every node should see.
-
-    Raises ConfigError for a class that is no transport.
-    """
+    """Returns the transport of ``settings``; it may write below ``folder`` (in the run folder), which every node should see. Raises
+    ConfigError for a class that is no transport."""
     if not isinstance(settings, Component):
         shipped: WeightTransport[Any] = pkgutil.resolve_name(settings.implementation)(settings, str(folder))
         return shipped

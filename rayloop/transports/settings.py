@@ -50,10 +50,8 @@ class FilesystemTransport(TransportChoice):
 
 
 class CollectiveTransport(TransportChoice):
-    """Weights are broadcast in a process group of the policy's first rank and all rollout actors, for many nodes.
-
-    The object store keeps a copy from which a replaced rollout actor catches up, and all of them when a broadcast fails.
-    """
+    """Weights are broadcast in a process group of the policy's first rank and all rollout actors, for many nodes. The object store
+    keeps a copy from which a replaced rollout actor catches up, and all of them when a broadcast fails."""
 
     implementation = "rayloop.transports.collective:Collective"
     kind: Literal["collective"] = "collective"

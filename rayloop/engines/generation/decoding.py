@@ -25,10 +25,8 @@ from rayloop.engines.models import POOLED_MODELS, Vision, positions, tensor_cach
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and per image what the model takes.
-
-    That is its features [tokens, hidden], or its pixels [patches, dim] for a model that mixes features into many layers.
-    """
+    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and per image what the model takes. That is its
+    features [tokens, hidden], or its pixels [patches, dim] for a model that mixes features into many layers."""
 
     token_ids: Tensor
     positions: Tensor

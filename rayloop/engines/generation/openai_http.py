@@ -1,6 +1,6 @@
 """Generation by any server with the OpenAI interface, over HTTP: for evaluation, and for training where the server allows it.
 
-Training needs the sampled token ids with their log-probs, and a server that loads what the trainer publishes: samples of a
+Training needs the sampled token ids with their log-probs, and a server that loads the synced weights: samples of a
 server whose weights never change are off-policy from the second step on.
 """
 
@@ -96,10 +96,8 @@ class OpenAiHttpEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Write a model folder and have the server load it. Raises WeightSyncError, ConfigError before the first one.
-
-        ``tensors`` [name] are whole and on the CPU.
-        """
+        """Write a model folder and have the server load it. Raises WeightSyncError, ConfigError before the first one. ``tensors``
+        [name] are whole and on the CPU."""
         if not self._settings.update:
             raise ConfigError(f"rollout.engine: {self._url} takes no weights (rollout.engine.update is empty)")
         first, self._version = self._version is None, None

@@ -19,10 +19,8 @@ from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, 
 
 
 def uniforms(seed: int, context: int, n: int) -> npt.NDArray[np.float64]:
-    """The uniform draws [n] in [0, 1) of one turn: a function of the request's seed and context length alone.
-
-    The context length keeps the turns of an episode apart when they share a seed.
-    """
+    """The uniform draws [n] in [0, 1) of one turn: a function of the request's seed and context length alone. The context length
+    keeps the turns of an episode apart when they share a seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), context]))).random(n)
 
 
@@ -42,10 +40,8 @@ class Sampler:
         self._draws = torch.from_numpy(draws).to(device)
 
     def sample(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B] int64, their log-probs [B] float32, and which are end tokens [B] bool.
-
-        ``logits`` [B, V] are those of ``position`` in the turn. Greedy sequences take the most likely token.
-        """
+        """Tokens [B] int64, their log-probs [B] float32, and which are end tokens [B] bool. ``logits`` [B, V] are those of
+        ``position`` in the turn. Greedy sequences take the most likely token."""
         mask = self._banned
         if position < self._longest_min:
             mask = mask | (self._ends & (position < self._min_tokens))
@@ -89,9 +85,7 @@ class StopStrings:
 
 class TurnSampler:
     """Samples one turn, for an engine that does not batch (docs/bring_your_own/engine.md). ``ids``: prompt and sampled tokens.
-
-    Raises DataFailure for a prompt without tokens, or with images.
-    """
+    Raises DataFailure for a prompt without tokens, or with images."""
 
     def __init__(self, prompt: TokenPrompt, sampling: Sampling, tokenizer: Tokenizer) -> None:
         if prompt.images or not prompt.token_ids:

@@ -92,10 +92,8 @@ class SglangEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises WeightSyncError.
-
-        SGLang says nothing of tensors that it misses.
-        """
+        """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises WeightSyncError. SGLang
+        says nothing of tensors that it misses."""
         self._version = None
         await asyncio.to_thread(verify, manifest, tensors)
         if missing := sorted(self._names - tensors.keys()):
@@ -153,10 +151,8 @@ def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str,
 
 
 def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
-    """SGLang's sampling parameters. Its log-probs are those of the masked logits divided by the temperature.
-
-    Not ``ignore_eos``, as for vLLM: SGLang then ignores ``stop_token_ids``, too.
-    """
+    """SGLang's sampling parameters. Its log-probs are those of the masked logits divided by the temperature. Not ``ignore_eos``, as
+    for vLLM: SGLang then ignores ``stop_token_ids``, too."""
     return {
         "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": min(sampling.min_tokens, sampling.max_tokens),

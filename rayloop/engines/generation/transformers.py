@@ -123,10 +123,8 @@ class TransformersEngine:
         self._changed.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Verify, then copy into the model in place (a tied head follows its embedding). Raises WeightSyncError.
-
-        ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
-        """
+        """Verify, then copy into the model in place (a tied head follows its embedding). Raises WeightSyncError. ``tensors`` [name]
+        are whole and on any device; they are converted to the engine's dtype."""
         self._version = None
         await asyncio.get_running_loop().run_in_executor(self._worker, self._copy, manifest, tensors)
         self._left.clear()  # a restored run plays its groups again under their old names

@@ -126,10 +126,8 @@ class VllmEngine:
         """Does nothing: vLLM batches."""
 
     async def pause(self) -> None:
-        """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well.
-
-        Those that vLLM is still preparing are let in first: they carry the salt and the version of the present weights.
-        """
+        """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well. Those that
+        vLLM is still preparing are let in first: they carry the salt and the version of the present weights."""
         self._open.clear()
         clear = self._settings.inflight == "recompute"
         try:
@@ -146,10 +144,8 @@ class VllmEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Give the tensors to the workers, which verify them. Raises WeightSyncError.
-
-        ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
-        """
+        """Give the tensors to the workers, which verify them. Raises WeightSyncError. ``tensors`` [name] are whole and on any
+        device; they are converted to the engine's dtype."""
         self._version = None  # an answer that arrives meanwhile was sampled before it
         try:
             await self._take(manifest, tensors)
@@ -163,7 +159,7 @@ class VllmEngine:
             await answered(self._llm, self._llm.collective_rpc("forget_names"))
             await asyncio.to_thread(write, file, manifest, tensors)
             arguments = (path, pickle.dumps(manifest))
-            faults = await answered(self._llm, self._llm.collective_rpc("take_published", args=arguments))
+            faults = await answered(self._llm, self._llm.collective_rpc("take_weights", args=arguments))
             await answered(self._llm, self._llm.reset_encoder_cache())
         if fault := next(filter(None, faults), None):
             raise WeightSyncError(fault)
@@ -210,10 +206,8 @@ def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool)
 
 
 def _parameters(prompt: TokenPrompt, sampling: Sampling) -> Any:
-    """vLLM's sampling parameters. The context length keeps the turns of an episode apart when they share a seed.
-
-    During ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens`` when there are any.
-    """
+    """vLLM's sampling parameters. The context length keeps the turns of an episode apart when they share a seed. During
+    ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens`` when there are any."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -27,10 +27,8 @@ LIVENESS = 1.0
 
 
 def prepare(settings: VllmEngineSettings, folder: str) -> None:
-    """Set the environment that vLLM and its processes read, sockets and temporary files in ``folder``.
-
-    Raises ConfigError when vLLM is missing or of an untested version.
-    """
+    """Set the environment that vLLM and its processes read, sockets and temporary files in ``folder``. Raises ConfigError when vLLM
+    is missing or of an untested version."""
     if settings.extra.get("enforce_eager"):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ |= {

@@ -53,10 +53,8 @@ class Collator:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def sample(self, item: TrainItem, *, swap_images: bool = False) -> TrainSample:
-        """One trajectory as tensors; with ``swap_images`` its images are replaced by visibly different ones.
-
-        Raises ValueError (see make_sample). ``batch`` raises for an image that is missing, corrupt or of another grid.
-        """
+        """One trajectory as tensors; with ``swap_images`` its images are replaced by visibly different ones. Raises ValueError (see
+        make_sample). ``batch`` raises for an image that is missing, corrupt or of another grid."""
         trajectory, flat = item.trajectory, item.trajectory.flatten()
         pixels = [self._pixels(image, trajectory, swap_images) for image in trajectory.images]
         return make_sample(item, flat, self._position_ids(trajectory, flat), pixels)

@@ -60,9 +60,7 @@ class Update:
 
 class FsdpEngine:
     """One rank of the trainer. All methods but ``parameter_groups`` are collective: all ranks call them, each with its own share.
-
-    ``init_method``: torch.distributed's, or the ranks' store; None: the default process group exists already.
-    """
+    ``init_method``: torch.distributed's, or the ranks' store; None: the default process group exists already."""
 
     def __init__(
         self,
@@ -225,10 +223,8 @@ class FsdpEngine:
     def logprobs(
         self, trajectories: Sequence[Trajectory], *, reference: bool = False, swap_images: bool = False
     ) -> list[npt.NDArray[np.float32]]:
-        """One array [sampled_tokens] per trajectory of this rank, under the current weights.
-
-        ``reference``: with the adapter off; ConfigError without LoRA. ``swap_images``: with every image replaced.
-        """
+        """One array [sampled_tokens] per trajectory of this rank, under the current weights. ``reference``: with the adapter off;
+        ConfigError without LoRA. ``swap_images``: with every image replaced."""
         if reference and self._settings.lora is None:
             raise ConfigError("reference: adapter_off needs policy.engine.lora; use reference: actor for full fine-tuning")
 
@@ -247,10 +243,8 @@ class FsdpEngine:
         return scores
 
     def export(self, version: Version) -> dict[str, Tensor]:
-        """The full weights on the CPU in the compute dtype under their checkpoint names on rank 0, nothing elsewhere.
-
-        Adapters are merged in float32 into copies. ``version`` is only what the weights will be called.
-        """
+        """The full weights on the CPU in the compute dtype under their checkpoint names on rank 0, nothing elsewhere. Adapters are
+        merged in float32 into copies. ``version`` is only what the weights will be called."""
         dtype = DTYPES[self._settings.dtype]
         logger.info("gathering the weights of version %s", version)
         tensors: dict[str, Tensor] = {}
@@ -275,10 +269,8 @@ class FsdpEngine:
         return list(model_groups(self._names.values()))
 
     def perturb(self, group: str) -> None:
-        """Add visible noise to one part of the model; ``restore_parameters`` undoes it bit for bit.
-
-        Raises ValueError for an unknown group, and when the last perturbation has not been undone.
-        """
+        """Add visible noise to one part of the model; ``restore_parameters`` undoes it bit for bit. Raises ValueError for an
+        unknown group, and when the last perturbation has not been undone."""
         groups = model_groups(self._names.values())
         if group not in groups or self._unperturbed:
             raise ValueError(f"cannot perturb {group!r}: choose one of {list(groups)}, and restore_parameters in between")

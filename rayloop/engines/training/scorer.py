@@ -33,9 +33,7 @@ class Scores(NamedTuple):
 
 class Scorer(nn.Module):
     """A language model with its head, called on packed batches. ``chunk``: positions whose logits exist at a time.
-
-    ``learns_entropy``: the entropy has a gradient; otherwise it is measured only.
-    """
+    ``learns_entropy``: the entropy has a gradient; otherwise it is measured only."""
 
     def __init__(self, model: Any, chunk: int, *, learns_entropy: bool = False) -> None:
         super().__init__()

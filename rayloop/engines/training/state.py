@@ -55,9 +55,7 @@ def save(
     random: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None,
 ) -> dict[str, Checksum]:  # fmt: skip
     """Write ``state`` (nested dicts of tensors) and this rank's random state: ``random``, or that of now. Raises CheckpointError.
-
-    Collective within ``group``; None: the default one. Returns name -> sum of the files that this rank has written.
-    """
+    Collective within ``group``; None: the default one. Returns name -> sum of the files that this rank has written."""
     writer = _Writer(Path(folder))
     try:
         dcp.save(state, storage_writer=writer, process_group=group)
