@@ -145,7 +145,7 @@ class SglangEngineSettings(EngineChoice):
     where they suit. Leave 2 GiB of the GPU beside ``mem_fraction_static``: synced weights pass through them."""
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
-        """Its GPUs, which lie in one node: published tensors are opened there from the memory of the first."""
+        """Its GPUs, which lie in one node: synced tensors are opened there from the memory of the first."""
         wanted = self.extra.get("tp_size", 1) * self.extra.get("pp_size", 1)
         if self.extra.get("nnodes", 1) > 1:
             yield "rollout.engine.extra: nnodes above 1 cannot be: synced weights do not leave the node. Lower tp_size"
