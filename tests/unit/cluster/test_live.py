@@ -49,7 +49,7 @@ def test_status_tells_step_checkpoint_roles_and_incidents(folder: RunFolder, cap
     assert "N s ago: [12] worker_lost: role rollout, worker 1" in text
     assert [line.split() for line in text.splitlines() if line.startswith(("rollout", "policy"))] == [
         ["rollout", "1", "2", "1", "7"],
-        ["policy", "1", "1", "0", "3"],
+        ["policy", "1", "1", "0", "2"],
     ]
     assert "its node\\x1b[31m died" in text, "what would steer the terminal is written out"
 
