@@ -1,8 +1,5 @@
-"""Attention over packed sequences, batched by length: the cost of packing is then that of the sequences.
-
-transformers' own SDPA masks a language model's whole packed row instead, which computes (and, on most kernels, reads)
-[T, T] per layer, and calls the kernel for every image and window of a vision tower.
-"""
+"""Attention over packed sequences, batched by length: packing then costs what the sequences cost. transformers' own SDPA masks the
+whole packed row, which computes [T, T] per layer, and calls the kernel for every image and window of a vision tower."""
 
 from __future__ import annotations
 
@@ -35,11 +32,8 @@ def use_packed_sdpa(model: PreTrainedModel) -> None:
 
 
 def use_grouped_decoding(model: PreTrainedModel) -> None:
-    """Let a language model that runs SDPA decode without a copy of its cache for every query head of a group.
-
-    transformers repeats keys and values for grouped queries. Of a single new token the heads of a group are as good as that many
-    queries of one head, since no order among them is masked.
-    """
+    """Let a language model that runs SDPA decode without a copy of its cache for every query head of a group. Of a single new token
+    the heads of a group are as good as that many queries of one head, since no order among them is masked."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED_SDPA, _grouped_sdpa)
         AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
@@ -97,11 +91,9 @@ _layouts: MutableMapping[Tensor, _Layout] = WeakTensorKeyDictionary()
 def _packed_sdpa(
     module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_ids: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids`` [1, T] are 0.
-
-    What begins at position P > 0 continues the first P tokens of the last sample that began at 0. Samples of a similar
-    length are padded at their ends to the longest of them, which causal attention never sees.
-    """
+    """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids`` [1, T] are 0. What begins at
+    position P > 0 continues the first P tokens of the last sample that began at 0. Samples of similar length are padded at their
+    ends."""
     return _attend(module, query, key, value, _remembered(position_ids, _samples), **options), None
 
 

@@ -37,11 +37,8 @@ _NEVER, _LARGEST = -1, 2**31 - 1
 
 
 def keep_freed() -> None:
-    """Let this process keep the memory that it frees; glibc otherwise gives blocks above 32 MiB back to the kernel.
-
-    The kernel fills each page anew with zeros when it is touched: 690,000 faults and an eighth of the CPU time of an update of
-    16,384 tokens (docs/performance.md). The process stays as large as its largest moment. Does nothing with another C library.
-    """
+    """Let this process keep the memory that it frees; glibc otherwise gives blocks above 32 MiB back, and the kernel fills each
+    page with zeros again: an eighth of the CPU time of an update (docs/performance.md). Does nothing with another C library."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -1,7 +1,5 @@
-"""Loads a policy model in Hugging Face layout; makes the pixels and positions on which engine and trainer must agree.
-
-Images are supported for the Qwen-VL family, where an image is a (t, h, w) grid of patches.
-"""
+"""Loads a policy model in Hugging Face layout; makes the pixels and positions on which engine and trainer must agree. Images are
+supported for the Qwen-VL family, where an image is a (t, h, w) grid of patches."""
 
 from __future__ import annotations
 
@@ -51,10 +49,8 @@ def has_vision(config: PreTrainedConfig) -> bool:
 
 def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, weights: bool = True) -> PreTrainedModel:
     """The model with its pretrained weights, in eval mode on the CPU. ``weights=False``: its parameters are on the device meta,
-    without memory, and not tied; only its buffers have values.
-
-    Raises ConfigError when the folder cannot be loaded, lacks weights, or holds an unsupported vision model.
-    """
+    without memory, and not tied; only its buffers have values. Raises ConfigError for a folder that cannot be loaded or lacks
+    weights, and for an unsupported vision model."""
     disable_progress_bar()
     settings = settings.here(weights=weights)
     try:
@@ -122,12 +118,9 @@ class Vision:
         self._cache = tensor_cache()
 
     def pixels(self, ref: ImageRef, data: bytes | None = None) -> Tensor:
-        """Normalised patches [t * h * w, channels * temporal_patch * patch²], float32.
-
-        Without ``data`` the image is read from ``ref.path``. Raises DataFailure when it is missing, corrupt, not the
-        one that ``ref.sha256`` names, or yields another grid than ``ref.grid``; InfrastructureFailure when the file
-        system fails.
-        """
+        """Normalised patches [t * h * w, channels * temporal_patch * patch²], float32. Without ``data`` the image is read from
+        ``ref.path``. Raises DataFailure when it is missing, corrupt, not the image of ``ref.sha256``, or of another grid than
+        ``ref.grid``; InfrastructureFailure when the file system fails."""
         return self._cache.made(ref.sha256, lambda: self._made(ref, data))
 
     def _made(self, ref: ImageRef, data: bytes | None) -> Any:
@@ -169,11 +162,8 @@ def load_vision(settings: ModelSettings, config: PreTrainedConfig) -> Vision | N
 
 
 def positions(model: PreTrainedModel, token_ids: Tensor, grids: Tensor) -> Tensor:
-    """Position ids of one whole sequence: [1, T] for text models, [4, T] (text, then M-RoPE's t, h, w) for Qwen-VL.
-
-    ``token_ids`` [T] int64, expanded; ``grids`` [n, 3] int64, of the images in order. Raises DataFailure when the image
-    tokens are not those of the grids: the model would silently shift every later position.
-    """
+    """Position ids of one whole sequence: [1, T] for text models, [4, T] (text, then M-RoPE's t, h, w) for Qwen-VL. ``token_ids``
+    [T] int64, expanded; ``grids`` [n, 3] int64, of the images in order. Raises DataFailure when image tokens and grids disagree."""
     text = torch.arange(len(token_ids), device=token_ids.device)[None]
     if not has_vision(model.config):
         return text

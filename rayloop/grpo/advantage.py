@@ -64,11 +64,9 @@ def _values(scores: Sequence[float], base: Sequence[float], settings: AdvantageS
 
 
 def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
-    """Returns the group with advantage, mean and std over its scored members, before any filter.
-
-    Unscored members become ``excluded[kind]``; when fewer than ``min_group`` scored members remain, these become
-    ``excluded[min_group]`` and mean and std stay None. Members that already have a status are left alone.
-    """
+    """Returns the group with advantage, mean and std over its scored members, before any filter. Unscored members become
+    ``excluded[kind]``; fewer than ``min_group`` scored ones become ``excluded[min_group]``, without mean and std. Members that
+    already have a status are left alone."""
     members = tuple(
         replace(m, status=Status(TrajectoryState.EXCLUDED, str(m.outcome.kind)))
         if m.kept and isinstance(m.outcome, Unscored)

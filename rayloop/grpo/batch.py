@@ -92,11 +92,9 @@ class Batch:
 
 
 def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pixels: Sequence[Future[Tensor]] = ()) -> TrainSample:
-    """A trajectory, flattened, as tensors. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image of the trajectory.
-
-    Raises ValueError when the trajectory cannot have been sampled as recorded: its first token is a sampled one, a
-    banned token was sampled, or the reference log-probs are not one per sampled token.
-    """
+    """A trajectory, flattened, as tensors. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image. Raises ValueError when
+    it cannot have been sampled as recorded: its first token is a sampled one, a banned token was sampled, or there is not one
+    reference log-prob per sampled token."""
     trajectory = item.trajectory
     _check_sampled(trajectory, flat)
     at = torch.from_numpy(flat.loss_mask.nonzero()[0])
@@ -152,11 +150,9 @@ def _table(ids: TokenIds) -> npt.NDArray[np.bool_]:
 
 
 def segmented(mini_batches: Sequence[Sequence[TrainItem]]) -> list[list[TrainItem]]:
-    """Returns an item per segment, with the trajectory's advantage and the segment's part of the reference log-probs.
-
-    A trajectory of several mini-batches has the same segments, as objects, in all of them. Raises ValueError when the reference
-    log-probs are not one per sampled token.
-    """
+    """Returns an item per segment, with the trajectory's advantage and the segment's part of the reference log-probs. A trajectory
+    of several mini-batches has the same segments, as objects, in all of them. Raises ValueError when there is not one reference
+    log-prob per sampled token."""
     known = {id(item.trajectory): item.trajectory.segments for items in mini_batches for item in items}
     return [[part for item in items for part in _parts(item, known[id(item.trajectory)])] for items in mini_batches]
 

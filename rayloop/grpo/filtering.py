@@ -16,11 +16,9 @@ CUT = Status(TrajectoryState.SURPLUS, "cut")
 
 
 def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
-    """Returns the group; every kept member that a filter refuses is ``filtered[reason]``, with the first filter's reason.
-
-    All filters see the members that were kept on entry. Advantages stay as they are. Raises ValueError when members were not scored
-    or have no advantage yet, FilterBroken.
-    """
+    """Returns the group; every kept member that a filter refuses is ``filtered[reason]``, with the first filter's reason. All
+    filters see the members that were kept on entry. Raises ValueError for members without a reward or an advantage,
+    FilterBroken."""
     reasons: dict[int, str] = {}
     for one in filters:
         reasons = {**one.refused(group), **reasons}
@@ -37,13 +35,10 @@ class Selection:
 
 
 def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, oldest_first: bool = False) -> Selection:
-    """Keeps the first ``target`` trajectories in rank order, whatever the order of ``ready``.
-
-    Groups are ranked by std, descending, ties in request order; or by request order alone. With ``oldest_first`` (left-over groups
-    are carried over) the version that began a group counts before the rank, so that no skipped group grows stale. Members
-    that the cut takes off a group of ``train`` become ``surplus[cut]``. Groups without kept members are in neither part. Raises
-    ValueError when a group to be ranked has no std.
-    """
+    """Keeps the first ``target`` trajectories in rank order, whatever the order of ``ready``: by std, descending, ties in request
+    order; or by request order alone. With ``oldest_first`` the version that began a group counts before the rank, so that no
+    skipped group grows stale. Members beyond the target become ``surplus[cut]``. Groups without kept members are left out. Raises
+    ValueError for a group without std."""
     train, left_over, room = list[Group](), list[Group](), target
     age = began if oldest_first else lambda group: 0.0
     for group in sorted((g for g in ready if g.kept), key=lambda g: (age(g), *_rank(g, settings))):

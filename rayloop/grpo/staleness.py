@@ -23,11 +23,8 @@ def lag(version: Version, training: Version) -> int:
 
 
 def is_stale(first: Version, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> bool:
-    """Whether a trajectory whose first token was sampled by ``first`` must not be trained by ``training``.
-
-    A version of another lineage is stale, unless ``inherited`` has it: lineage -> step of the checkpoint from which the
-    present lineage was restored. Ready groups in a checkpoint have such versions.
-    """
+    """Whether a trajectory whose first token was sampled by ``first`` must not be trained by ``training``. A version of another
+    lineage is stale, unless ``inherited`` (lineage -> step of the checkpoint from which the present one was restored) has it."""
     if first.lineage != training.lineage and first.step > inherited.get(first.lineage, -1):
         return True
     return lag(first, training) > max_staleness
@@ -55,22 +52,17 @@ def began(group: Group) -> float:
 
 
 def open_slots(max_staleness: int, target: int, ready: int, in_flight: int, acceptance: float) -> int:
-    """Returns how many more trajectories may start: ``(max_staleness + 1) * target - (ready + acceptance * in_flight)``.
-
-    All in trajectories: ``target`` per step, ``ready`` survivors that wait, ``in_flight`` not yet filtered. Never
-    negative. Raises ValueError unless 0 < acceptance <= 1 (at 0 the bound would be none).
-    """
+    """Returns how many more trajectories may start: ``(max_staleness + 1) * target - (ready + acceptance * in_flight)``, at least
+    0: ``target`` per step, ``ready`` survivors that wait, ``in_flight`` not yet filtered. Raises ValueError unless 0 < acceptance
+    <= 1."""
     if not 0 < acceptance <= 1:
         raise ValueError(f"an acceptance rate of {acceptance} does not bound what is in flight: it must be in (0, 1]")
     return max(0, (max_staleness + 1) * target - ready - math.ceil(in_flight * acceptance))
 
 
 class AcceptanceRate:
-    """The share of finished trajectories that survive the filters: an exponential average that starts at 1.
-
-    ``memory`` is its time constant in trajectories. ``floor`` keeps it above 0, so that what is in flight stays bounded
-    when nothing survives; 1 / max_generation_batches is the natural choice.
-    """
+    """The share of finished trajectories that survive the filters: an exponential average that starts at 1. ``memory`` is its time
+    constant in trajectories; ``floor`` bounds what is in flight when nothing survives (1 / max_generation_batches)."""
 
     def __init__(self, memory: float, floor: float) -> None:
         if not (memory > 0 and 0 < floor <= 1):

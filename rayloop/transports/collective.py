@@ -1,8 +1,5 @@
-"""Weights by broadcast from the policy's first rank to all rollout actors; when a broadcast fails, through the object store.
-
-Sender and receivers join a process group of their own, apart from the trainer's. The manifest carries names, shapes and checksums;
-the group carries bytes only, in buckets whose layout both sides compute from the manifest.
-"""
+"""Weights by broadcast from the policy's first rank to all rollout actors; when a broadcast fails, through the object store. The
+process group, apart from the trainer's, carries bytes in buckets whose layout both sides compute from the manifest."""
 
 from __future__ import annotations
 

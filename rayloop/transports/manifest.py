@@ -1,8 +1,5 @@
-"""The manifest of a weight sync, and the check at the receiver (docs/algorithm.md, section 10).
-
-A sender packs its tensors into a manifest and a source. Every receiver unpacks the source, and compares names, byte counts, shapes
-and checksums with the manifest.
-"""
+"""The manifest of a weight sync (docs/algorithm.md, section 10): names, byte counts, shapes and checksums, which every receiver
+compares with the tensors that arrived."""
 
 from __future__ import annotations
 

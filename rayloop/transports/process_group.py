@@ -39,11 +39,9 @@ class Membership:
         return int(self._server.port)
 
     def join(self, host: str, port: int, name: str, size: int) -> None:
-        """Become one of ``size`` members of the group ``name``; the process that called ``serve`` is rank 0.
-
-        Raises RuntimeError when the others do not join in time, or the group is full. All wait at the store first, because waiting
-        for a member in NCCL's constructor has no deadline and cannot be interrupted.
-        """
+        """Become one of ``size`` members of the group ``name``; the process that called ``serve`` is rank 0. Raises RuntimeError
+        when the others do not join in time, or the group is full. All wait at the store first: waiting in NCCL's constructor has no
+        deadline."""
         if self._group is not None and name == self._name:
             return
         self.leave()

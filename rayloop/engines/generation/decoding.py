@@ -1,7 +1,5 @@
-"""Decoding one batch of sequences with a transformers model: prefill each distinct prompt once, then token by token.
-
-Shapes: U distinct prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 for Qwen-VL).
-"""
+"""Decodes one batch of sequences with a transformers model: prefills each distinct prompt once, then goes token by token. Shapes: U
+distinct prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 for Qwen-VL)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Generation by any server with the OpenAI interface, over HTTP: for evaluation, and for training where the server allows it.
-
-Training needs the sampled token ids with their log-probs, and a server that loads the synced weights: samples of a
-server whose weights never change are off-policy from the second step on.
-"""
+"""Generation by any server with the OpenAI interface, over HTTP: for evaluation, and for training with a server that returns token
+ids with log-probs and loads the synced weights. Samples of other weights are off-policy from the second step on."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Sampling from the policy's distribution, for a batch of sequences or for one turn, and where a turn ends.
-
-The distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). All sequences of a
-batch are at the same position of their turn; B is their number, V the size of the vocabulary.
-"""
+"""Sampling from ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1), and where a turn ends. All B sequences
+of a batch are at the same position of their turn; V is the size of the vocabulary."""
 
 from __future__ import annotations
 

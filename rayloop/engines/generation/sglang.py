@@ -1,7 +1,5 @@
-"""Generation with SGLang 0.5.23, in processes that ``sglang.Engine`` starts. Never exercised (docs/engines.md).
-
-Only coroutines of its tokenizer manager are called: the engine's own methods wait on an event loop that already runs here.
-"""
+"""Generation with SGLang 0.5.23, in processes that ``sglang.Engine`` starts. Never exercised (docs/engines.md). Only coroutines of
+its tokenizer manager are called: the engine's own methods wait on an event loop that already runs here."""
 
 from __future__ import annotations
 

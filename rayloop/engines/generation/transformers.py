@@ -1,8 +1,5 @@
-"""Generation with Hugging Face transformers: queues requests, decodes them in batches, one batch at a time.
-
-The event loop chooses batches; a single worker thread uses the model. A batch that has started takes no further requests, and
-each of its turns is returned when it ends.
-"""
+"""Generation with Hugging Face transformers. The event loop chooses batches; a single worker thread decodes one batch at a time. A
+batch that has started takes no further requests, and each of its turns is returned when it ends."""
 
 from __future__ import annotations
 
@@ -37,11 +34,8 @@ BATCHES = 8
 
 
 class Arrivals:
-    """A batch that is not full starts when no request came for ``wait`` seconds: twice the longest pause of the last batches.
-
-    A batch that starts too early leaves requests to a second batch, which takes nearly as long; a long wait delays all. Pauses and
-    durations depend on the machine and its load, so the class measures them.
-    """
+    """A batch that is not full starts when no request came for ``wait`` seconds: twice the longest pause of the last batches. Too
+    early leaves requests to a second batch, which takes nearly as long; a long wait delays all."""
 
     def __init__(self) -> None:
         self.wait = FIRST

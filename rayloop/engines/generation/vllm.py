@@ -1,7 +1,5 @@
-"""Generation with vLLM: its ``AsyncLLM`` in the rollout actor, its engine and workers in processes below the actor.
-
-The same code runs on GPUs and on CPU. What happens inside of the workers is in vllm_worker.py.
-"""
+"""Generation with vLLM, on GPUs and on CPU: its ``AsyncLLM`` runs in the rollout actor, its engine and workers in processes below
+the actor (vllm_worker.py)."""
 
 from __future__ import annotations
 
@@ -68,11 +66,9 @@ class VllmEngine:
         self._open.set()
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn; its version is the one under which it was begun. A cancelled call ends the request.
-
-        Raises WorkerLost without loaded weights and when vLLM's processes are gone, InfrastructureFailure when vLLM gives the
-        request up again and again, OverLongPrompt, and DataFailure for a prompt that cannot be used.
-        """
+        """Sample one turn; its version is that of its beginning. A cancelled call ends the request. Raises WorkerLost without
+        loaded weights and when vLLM's processes are gone, InfrastructureFailure when vLLM gives the request up again and again,
+        OverLongPrompt, DataFailure."""
         completion = await self._completed(prompt, sampling)
         for pause in RETRIES:
             if completion is None:

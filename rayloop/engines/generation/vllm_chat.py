@@ -1,7 +1,5 @@
-"""Chat completions by vLLM in this process, with the weights of the model's folder: the engine of a judge.
-
-Requests and answers have OpenAI's form. Text only. Prefixes that prompts share are computed once.
-"""
+"""Chat completions by vLLM in this process, text only, with the weights of the model's folder: the engine of a judge. Requests and
+answers have OpenAI's form."""
 
 from __future__ import annotations
 

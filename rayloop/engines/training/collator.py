@@ -1,8 +1,5 @@
-"""Makes packed batches of trajectories for one model: positions, pixels, and the dummy image of text-only batches.
-
-Threads decode images ahead of the device: a sample has futures, which its batch waits for. While the device computes one batch, a
-thread packs the next. Images and prompt positions that a group shares are made once.
-"""
+"""Makes packed batches of trajectories for one model. Threads decode images ahead of the device, and pack the next batch while the
+device computes one. Images and prompt positions that a group shares are made once."""
 
 from __future__ import annotations
 
@@ -68,11 +65,8 @@ class Collator:
 
     def batch(self, samples: Sequence[TrainSample]) -> Batch:
         """Pack samples on the device, or nothing at all into a batch that predicts nothing. Raises DataFailure for an image that is
-        missing, corrupt or of another grid.
-
-        Every batch of a vision model has an image, if only a dummy behind the text: FSDP needs the ranks to run the
-        same modules, and gloo aborts the process when they do not.
-        """
+        missing, corrupt or of another grid. Every batch of a vision model has an image, if only a dummy: FSDP needs the ranks to
+        run the same modules, and gloo aborts the process when they do not."""
         return self._packed(samples).to(self._device)
 
     def ahead(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:

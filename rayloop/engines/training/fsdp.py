@@ -1,8 +1,6 @@
-"""One rank of the trainer: GRPO updates (arXiv:2402.03300) with PyTorch FSDP2, gloo on CPU and NCCL on GPU.
-
-The result of an update does not depend on world size, micro-batches, packing or the order of ranks: every token's
-weight comes from one denominator over all ranks, and gradients are sums (docs/algorithm.md, section 6).
-"""
+"""One rank of the trainer: GRPO updates (arXiv:2402.03300) with PyTorch FSDP2, gloo on CPU and NCCL on GPU. World size,
+micro-batches, packing and the order of ranks do not change an update: every token's weight comes from one denominator over all
+ranks, and gradients are sums (docs/algorithm.md, section 6)."""
 
 from __future__ import annotations
 
@@ -114,11 +112,9 @@ class FsdpEngine:
         dist.destroy_process_group()
 
     def train(self, mini_batches: Sequence[Sequence[TrainItem]]) -> dict[str, float]:
-        """One optimizer update per mini-batch, in order; each holds this rank's share, which may be empty.
-
-        Raises ValueError when the ranks pass different numbers of mini-batches, DataFailure for an unusable image on
-        any rank, and Diverged when too many updates in a row had to be skipped.
-        """
+        """One optimizer update per mini-batch, in order; each holds this rank's share, which may be empty. Raises ValueError when
+        the ranks pass different numbers of mini-batches, DataFailure for an unusable image on any rank, Diverged after too many
+        skipped updates in a row."""
         began = time.perf_counter()
         counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
         if counts[0] != -counts[1]:
@@ -288,11 +284,9 @@ class FsdpEngine:
         self._unperturbed = {}
 
     def save(self, folder: str) -> dict[str, Checksum]:
-        """Write the trained parameters, the optimizer, its position in the schedule and the random states.
-
-        Returns name -> checksum of the files that this rank wrote. Frozen parameters, which are those of ``model.path``, are not
-        written. Raises CheckpointError, also between ``perturb`` and ``restore_parameters``.
-        """
+        """Write the trained parameters, the optimizer, its position in the schedule and the random states, not the frozen
+        parameters. Returns name -> checksum of the files that this rank wrote. Raises CheckpointError, also for perturbed
+        weights."""
         return state.save(folder, self._saved(folder), self._rank)
 
     def begin_save(self, folder: str) -> Future[dict[str, Checksum]]:

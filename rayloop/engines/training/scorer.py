@@ -1,7 +1,4 @@
-"""Log-probs of sampled tokens under a Hugging Face model; old, current and reference log-probs all come from here.
-
-The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1).
-"""
+"""Log-probs of sampled tokens under a Hugging Face model (docs/algorithm.md, section 1); old, current and reference log-probs."""
 
 from __future__ import annotations
 

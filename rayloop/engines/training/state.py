@@ -68,12 +68,9 @@ def save(
 
 
 def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Checksum] = UNKNOWN) -> None:
-    """Overwrite ``state``'s tensors in place, and the random state if this rank saved one. Collective.
-
-    ``sums``: what ``save`` returned, of all ranks. Raises Damaged when a file that this rank reads, or of the tensors another one,
-    is not as it was written; CheckpointError when a tensor is missing, of another shape, or unreadable, or when there is anything
-    but tensors.
-    """
+    """Overwrite ``state``'s tensors in place, and the random state if this rank saved one. Collective. ``sums``: results of
+    ``save`` of all ranks. Raises Damaged when a file is not as it was written; CheckpointError when a tensor is missing, of another
+    shape, or unreadable, or when there is anything but tensors."""
     try:
         reader = _Reader(Path(folder), sums)  # here, since torch hides what reading an index raises
         dcp.load(state, storage_reader=reader)
