@@ -14,8 +14,6 @@ from rayloop.grpo.settings import LossSettings
 
 LAG_BUCKETS = 4
 """k3 is split by version lag 0, 1, 2 and 3 or more."""
-MISMATCH_BOUND = 20.0
-"""The log-prob mismatch (old - behaviour, nats) is clamped to ±20 before exp: one broken token must not overflow the sums."""
 SHARES = ("clip_low", "clip_high", "clip_dual", "capped")
 """Masks of tokens, which ``finalize`` gives as fractions."""
 SUMS = (
@@ -53,7 +51,7 @@ class LossMetrics:
         lag: Tensor | None = None,
     ) -> LossMetrics:
         """Returns the metrics of per-token values [N]. ``clips``: masks (low, high, dual); ``mismatch``: old - behaviour, nats."""
-        weight = torch.exp(mismatch.double().clamp(-MISMATCH_BOUND, MISMATCH_BOUND))
+        weight = torch.exp(mismatch.double().clamp(-RATIO_BOUND, RATIO_BOUND))
         low, high, dual = clips
         tokens = torch.full((), float(ratio.numel()), dtype=torch.float64, device=ratio.device)
         none = torch.zeros((), dtype=torch.float64, device=ratio.device)
@@ -113,7 +111,7 @@ def _max(values: Tensor) -> Tensor:
 
 
 RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before exp (verl does the same): far outside any clip range, finite in float32."""
+"""Log-ratios are clamped to ±20 before exp, as in verl: far outside any clip range, and no broken token overflows a sum."""
 K3_BOUND = 10.0
 """Log-ratios are clamped to ±10 where k3 only measures; ``LossSettings.kl_bound`` is the loss's own bound."""
 

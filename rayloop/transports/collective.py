@@ -60,16 +60,16 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
     """The exported copy stays in the object store, for engines that start later and for all engines when a broadcast fails."""
 
     def __init__(self, settings: CollectiveTransport, folder: str) -> None:
-        self._settings = settings
+        super().__init__(settings, folder)
         self._failures = 0
 
     def sender(self, host: str) -> BroadcastSender:
         """The rank's half; it opens the store at ``host``."""
-        return BroadcastSender(self._settings, host)
+        return BroadcastSender(self.settings, host)
 
     def receiver(self) -> BroadcastReceiver:
         """The rollout actor's half."""
-        return BroadcastReceiver(self._settings)
+        return BroadcastReceiver(self.settings)
 
     async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
         """Broadcasts; falls back to the object store. Raises PolicyLost, and WeightSyncError for weights that arrive damaged."""

@@ -16,7 +16,6 @@ from rayloop.core.files import sync
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.transports.seam import Receiver, Sender, WeightTransport, WeightUpdate
-from rayloop.transports.settings import CudaIpcTransport, FilesystemTransport, ObjectStoreTransport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,9 +61,6 @@ class ArrayReceiver(Receiver[Arrays]):
 class ObjectStore(WeightTransport[Arrays]):
     """The driver owns the arrays until the next weight sync."""
 
-    def __init__(self, settings: ObjectStoreTransport, folder: str) -> None:
-        del settings, folder
-
     def sender(self, host: str) -> ArraySender:
         """The rank's half."""
         return ArraySender()
@@ -77,25 +73,24 @@ class ObjectStore(WeightTransport[Arrays]):
 class Filesystem(WeightTransport[str]):
     """``source`` is the path of a file, which every node must see."""
 
-    def __init__(self, settings: FilesystemTransport, folder: str) -> None:
-        self._folder = folder
-
     def sender(self, host: str) -> FileSender:
         """The rank's half."""
-        return FileSender(self._folder)
+        return FileSender(self.folder)
 
     def receiver(self) -> FileReceiver:
         """The rollout actor's half."""
         return FileReceiver()
 
 
-class FileSender(Sender[str]):
-    """Writes to a temporary name and renames, so that a path that exists is complete. Keeps the newest ``keep`` versions: an engine
-    may still read the previous one."""
+KEPT = 2
+"""Versions whose files stay: an engine may still read the previous one."""
 
-    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
+
+class FileSender(Sender[str]):
+    """Writes to a temporary name and renames, so that a path that exists is complete."""
+
+    def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._keep = keep
 
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[str]:
         """Writes the file and removes old ones."""
@@ -110,13 +105,9 @@ class FileSender(Sender[str]):
         save_file(on_cpu, aside)
         sync(aside)
         os.replace(aside, path)
-        self._prune()
+        for old in sorted(self._folder.glob("weights-*.safetensors"), key=_version)[:-KEPT]:
+            old.unlink()
         return WeightUpdate(manifest(version, on_cpu), str(path))
-
-    def _prune(self) -> None:
-        files = sorted(self._folder.glob("weights-*.safetensors"), key=lambda path: _version(path))
-        for path in files[: -self._keep]:
-            path.unlink()
 
 
 class FileReceiver(Receiver[str]):
@@ -154,9 +145,6 @@ class Handles:
 
 class CudaIpc(WeightTransport[Handles]):
     """``source`` holds handles of tensors in the GPU's memory."""
-
-    def __init__(self, settings: CudaIpcTransport, folder: str) -> None:
-        del settings, folder
 
     def sender(self, host: str) -> HandleSender:
         """The rank's half."""

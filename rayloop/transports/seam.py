@@ -102,6 +102,9 @@ class Receiver(ABC, Generic[Source]):
 class WeightTransport(ABC, Generic[Source]):
     """Made in the driver, in every rank and in every rollout actor, from the settings and a folder that all of them see."""
 
+    def __init__(self, settings: Any, folder: str) -> None:
+        self.settings, self.folder = settings, folder
+
     @abstractmethod
     def sender(self, host: str) -> Sender[Source]:
         """Returns the rank's half; other nodes reach the rank at ``host``."""

@@ -175,7 +175,8 @@ class _Batch:
                 return
             if 2 * self._live.sum() <= len(self._live):
                 tokens = self._compact(tokens)
-            logits = self._step(tokens)
+            logits = self._forward(self._positions, input_ids=tokens[:, None])
+            self._positions = self._positions + 1
 
     def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         """Logits [U, V] after the prompts, left-padded to one length; sets cache, mask and next positions."""
@@ -215,11 +216,6 @@ class _Batch:
         if len(position_ids) > 1:
             following[1:] = following[1:].amax(0)
         return following + 1
-
-    def _step(self, tokens: Tensor) -> Tensor:
-        logits = self._forward(self._positions, input_ids=tokens[:, None])
-        self._positions = self._positions + 1
-        return logits
 
     def _forward(self, position_ids: Tensor, **inputs: Tensor) -> Tensor:
         """Logits [B, V] of the last of the new tokens, whose ``position_ids`` are [R, B, n]."""

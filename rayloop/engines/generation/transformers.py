@@ -184,20 +184,16 @@ class TransformersEngine:
             if missing <= 0:
                 return sorted(members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)), None
             if now >= deadlines[-1]:
-                self._give_up(cohort, members, missing)
+                waited = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
+                why = f"rollout.deterministic: {waited}. Give the machine less to do, or leave deterministic out"
+                for request in members:  # a batch without the missing ones would give other bits than a repeated run
+                    _fail(request, InfrastructureFailure(why))
                 return [], 0.0
         if free := [request for request in self._waiting if request.prompt.cohort is None]:
             deadlines.append(free[-1].arrival + self._arrivals.wait)
             if len(free) >= self._settings.max_sequences or now >= deadlines[-1]:
                 return free[: self._settings.max_sequences], None
         return [], max(0.0, min(deadlines) - now)
-
-    def _give_up(self, cohort: str, members: list[_Request], missing: int) -> None:
-        """Fail the waiting members: a batch without the missing ones would silently give other bits than a repeated run."""
-        waited = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
-        why = f"rollout.deterministic: {waited}. Give the machine less to do, or leave deterministic out"
-        for request in members:
-            _fail(request, InfrastructureFailure(why))
 
     def _cohorts(self) -> dict[str, list[_Request]]:
         cohorts: dict[str, list[_Request]] = {}
