@@ -334,8 +334,7 @@ class EnginePlace:
 
 
 def build_engine(model: ModelSettings, settings: EngineChoice, place: EnginePlace) -> GenerationEngine:
-    """Returns the engine of ``settings``, made from the model's settings (with a folder of this machine as path), its own, and
-    ``place``. Raises ConfigError when its library or the model's files are missing."""
+    """Returns the engine of ``settings`` for the model. Raises ConfigError when its library or the model's files are missing."""
     model = model.here(weights=settings.holds_model)
     make: Callable[..., Any]
     if isinstance(settings, OwnEngine):

@@ -100,16 +100,14 @@ def write_tiny_vlm(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _vision_model(tokenizer, size) if vision else _text_model(tokenizer, size)
-    model.generation_config = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
-    )
+    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding)
     disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if vision:
-        (folder / "preprocessor_config.json").write_text(
-            json.dumps(_image_processor(image_mean, image_std), indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(_image_processor(image_mean, image_std), indent=2)
+        (folder / "preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
     return folder
 
 

@@ -48,7 +48,7 @@ def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, 
         kept = [i for i, member in enumerate(group.members) if member.kept]
         train.append(group.map({i: replace(group.members[i], status=CUT) for i in kept[room:]}))
         room -= len(kept)
-    return Selection(_in_request_order(train), _in_request_order(left_over))
+    return Selection(*(tuple(sorted(groups, key=lambda group: group.number)) for groups in (train, left_over)))
 
 
 def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
@@ -57,10 +57,6 @@ def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
     if group.std is None:
         raise ValueError(f"group {group.number} has no std: advantages come before ranking")
     return -group.std, group.number
-
-
-def _in_request_order(groups: Sequence[Group]) -> tuple[Group, ...]:
-    return tuple(sorted(groups, key=lambda group: group.number))
 
 
 def enough(

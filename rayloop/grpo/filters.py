@@ -20,11 +20,9 @@ class Filter(Protocol):
     """Takes members out of a group before it competes for a step (docs/algorithm.md, section 4)."""
 
     def refused(self, group: Group) -> Mapping[int, str]:
-        """Position in ``group.members`` -> the reason under which it is counted (``filtered/<reason>``).
-
-        Only of kept members; all of these are scored and have an advantage. Every filter sees the group as it was before the first
-        one, so none depends on the place of another. It must not depend on anything but the group, nor change it.
-        """
+        """Position in ``group.members`` -> the reason under which it is counted (``filtered/<reason>``). Only of kept members; all
+        of these are scored and have an advantage. Every filter sees the group as it was before the first one, so none depends on
+        the place of another. It must not depend on anything but the group, nor change it."""
         ...
 
 

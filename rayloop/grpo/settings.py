@@ -14,8 +14,7 @@ class AdvantageSettings(SettingsModel):
     """What the formula of section 3 is made of; a run chooses one of ``ADVANTAGES``. Defaults are verl's GRPO."""
 
     normalize_std: bool = True
-    """Divide by the group's standard deviation. Off gives Dr.GRPO's advantage, without its weight for groups that hardly
-    differ."""
+    """Divide by the group's standard deviation. Off gives Dr.GRPO's advantage."""
     eps: float = Field(1e-6, ge=0)
     """Added to the standard deviation: 1e-6 in the verl family, 1e-4 in TRL. Change it only to reproduce one of them."""
     std: Literal["unbiased", "population"] = "unbiased"
@@ -23,8 +22,7 @@ class AdvantageSettings(SettingsModel):
     std_floor: float = Field(0.0, ge=0)
     """The divisor is max(std_floor, std) + eps. The Chart-RVR paper floors it at 1."""
     baseline: Literal["mean", "binarised"] = "mean"
-    """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``; the numerator keeps the score, so that
-    successes stay positive even when all rewards are equal."""
+    """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``; the numerator keeps the score."""
     tolerance: float = Field(0.0, ge=0)
     """Rewards are all equal when max - min <= tolerance; their advantages are then exactly 0. Above 0 for noisy graders."""
     min_group: int = Field(2, ge=1)

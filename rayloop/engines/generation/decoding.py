@@ -193,7 +193,7 @@ class _Batch:
         self._cache = DynamicCache(config=self._model.config)
         self._cache.layers = [_AppendedLayer() if type(layer) is DynamicLayer else layer for layer in self._cache.layers]
         self._length = 0
-        self._positions = self._next_positions(position_ids).to(self._device)
+        self._positions: Tensor = self._next_positions(position_ids).to(self._device)
         return self._forward(position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device)))
 
     def _inputs(self, prompts: Sequence[Prompt], token_ids: Tensor) -> dict[str, Tensor]:

@@ -98,8 +98,8 @@ class OpenAiHttpEngine:
         if not self._settings.update:
             raise ConfigError(f"rollout.engine: {self._url} takes no weights (rollout.engine.update is empty)")
         first, self._version = self._version is None, None
-        if first:
-            await self._check()
+        if first:  # raises ConfigError when the server's answers cannot be trained on
+            await self._tokens(TokenPrompt((0,)), Sampling(max_tokens=1), Version(0, 0))
         target = self._folder / f"weights-{manifest.version}"
         await asyncio.to_thread(self._write, manifest, tensors, target)
         for path, body in self._settings.update.items():
@@ -111,10 +111,6 @@ class OpenAiHttpEngine:
     def health(self) -> EngineHealth:
         """Version and running requests."""
         return EngineHealth(self._version, self._running, 0)
-
-    async def _check(self) -> None:
-        """A request of one token: raises ConfigError when the server's answers cannot be trained on."""
-        await self._tokens(TokenPrompt((0,)), Sampling(max_tokens=1), Version(0, 0))
 
     def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor], target: Path) -> None:
         verify(manifest, tensors)

@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -161,11 +162,9 @@ class TransformersEngine:
     async def _wait(self, seconds: float | None) -> None:
         """Until a request, a departure or ``resume`` arrives, at most ``seconds``."""
         self._changed.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
     def _choose(self, now: float) -> tuple[list[_Request], float | None]:
         """The next batch, or an empty one and the seconds until a waiting period ends."""
