@@ -16,8 +16,8 @@ from rayloop.core.files import Checksum, appears
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
+from rayloop.engines.machine import grow_segments
 from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.engines.training.heap import grow_segments
 from rayloop.grpo.balance import MemberLength, shares
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.settings import LossSettings, UpdateSettings
@@ -135,7 +135,7 @@ class PolicyRank(Actor):
         self._before_torch()
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.engines.training.sharding import meeting_place
-        from rayloop.transports.choose import transport
+        from rayloop.transports.seam import transport
 
         s = self.settings
         where = meeting

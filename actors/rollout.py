@@ -16,11 +16,10 @@ from rayloop.actors.failures import as_value
 from rayloop.actors.images import ImageCache, MissingImages
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
-from rayloop.engines.generation.build import EnginePlace, build_engine
-from rayloop.engines.settings import Dtype, EngineChoice, ModelSettings
-from rayloop.transports.choose import transport as choose
-from rayloop.transports.object_store import Arrays, ArraySender
+from rayloop.engines.settings import Dtype, EngineChoice, EnginePlace, ModelSettings, build_engine
+from rayloop.transports.plain import Arrays, ArraySender
 from rayloop.transports.seam import WeightUpdate
+from rayloop.transports.seam import transport as choose
 from rayloop.transports.settings import TransportSettings
 
 

@@ -26,8 +26,7 @@ from benchmarks.measure import machine
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.launch.ray_variables import private_cluster
-from rayloop.transports.choose import transport
-from rayloop.transports.seam import WeightUpdate
+from rayloop.transports.seam import WeightUpdate, transport
 from rayloop.transports.settings import TransportSettings
 
 DEADLINE = 600.0

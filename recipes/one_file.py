@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
 
@@ -18,18 +19,7 @@ from rayloop.chat.rendering import Renderer
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import ScoreContext, TrainItem
-from rayloop.core.types import (
-    EndReason,
-    FinishReason,
-    Sampling,
-    TokenIds,
-    TokenPrompt,
-    Trajectory,
-    TrajectoryId,
-    Turn,
-    Version,
-    derive,
-)
+from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version, derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.engines.generation.decoding import Decoder, DecodeRequest
@@ -41,8 +31,8 @@ from rayloop.engines.training.scorer import Scorer, score
 from rayloop.envs.episode import summarize
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.batch import TrainSample
-from rayloop.grpo.filtering import Enough, apply_filters, generation_verdict, select
-from rayloop.grpo.filters.table import build_filters
+from rayloop.grpo.filtering import apply_filters, enough, select
+from rayloop.grpo.filters import build_filters
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, LossSettings, UpdateSettings
@@ -89,7 +79,7 @@ class OneFile:
         """Play groups until enough answers pass the filters. Raises GenerationBudgetSpent when the budget does not suffice."""
         groups, survivors, target = list[Group](), 0, GROUPS * GROUP_SIZE
         batches, budget = FILTERING.max_generation_batches, FILTERING.max_generation_batches * GROUPS
-        while generation_verdict(survivors, target, batches * (len(groups) >= budget), FILTERING, {}) is Enough.MORE:
+        while not enough(survivors, target, batches * (len(groups) >= budget), FILTERING, {}):
             wanted = math.ceil((target - survivors) / (GROUP_SIZE * self.acceptance.value))
             for _ in range(min(wanted, budget - len(groups))):
                 groups.append(apply_filters(with_advantages(self.play(), ADVANTAGE), self.filters))
@@ -98,13 +88,13 @@ class OneFile:
         return groups
 
     def play(self) -> Group:
-        """TrainSample a group of answers to the next task, as one batch, and score them."""
+        """Sample a group of answers to the next task, as one batch, and score them."""
         index, self.played = self.cursor.next(), self.played + 1
         task, visit = self.dataset[index], self.cursor.visits(index)
         shown, sampling = self.renderer.prompt(task.messages), self.renderer.sampling(SAMPLING)
         images = {image.ref.sha256: image.data for image in shown.images if image.data is not None}
         prompt = Turn("prompt", shown.token_ids, tuple(image.ref for image in shown.images))
-        answers = dict[int, tuple[TokenIds, tuple[float, ...], FinishReason]]()
+        answers = dict[int, Any]()
 
         def row(seed: int) -> DecodeRequest:
             asked = TokenPrompt(shown.token_ids, shown.images, seed=derive(seed, "turn", 0))

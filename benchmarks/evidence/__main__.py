@@ -23,8 +23,7 @@ from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED, Experiment
 from benchmarks.evidence.runs import Record, configured, differences, measured, start_of
 from benchmarks.evidence.tables import draw, markdown
 from rayloop.core.failures import RayloopError
-from rayloop.grpo.collapse import Collapse, CollapseSettings
-from rayloop.grpo.limits import Floor
+from rayloop.grpo.collapse import Collapse, CollapseSettings, Floor
 from rayloop.view.reader import open_run
 
 SIMULATIONS: dict[str, Callable[[], None]] = {"staleness": staleness.main, "filtering": filtering.main}

@@ -74,9 +74,9 @@ def engine(folder: str, tiny: bool, extra: dict[str, Any], variables: dict[str, 
     """Start rayloop's engine, load weights as a weight update does, and generate."""
     os.environ |= variables
     from rayloop.core.types import Sampling, TokenPrompt, Version
-    from rayloop.engines.generation.build import EnginePlace as Where
     from rayloop.engines.generation.vllm import VllmEngine
     from rayloop.engines.models import hf_state, load_model
+    from rayloop.engines.settings import EnginePlace as Where
     from rayloop.engines.settings import ModelSettings, VllmEngineSettings
     from rayloop.transports.manifest import DTYPES, manifest
 

@@ -123,7 +123,7 @@ def _sends(mib: int, pipe: Any, done: Any) -> dict[str, float]:
     import torch
 
     from rayloop.core.types import Version
-    from rayloop.transports.choose import transport
+    from rayloop.transports.seam import transport
     from rayloop.transports.settings import CudaIpcTransport
 
     tensors = {f"tensor.{n}": torch.randn(mib * 2**20 // 64 // 2).bfloat16() for n in range(64)}
@@ -137,7 +137,7 @@ def _sends(mib: int, pipe: Any, done: Any) -> dict[str, float]:
 
 
 def _opens(published: tuple[Any, Any]) -> dict[str, float]:
-    from rayloop.transports.choose import transport
+    from rayloop.transports.seam import transport
     from rayloop.transports.settings import CudaIpcTransport
 
     began = time.perf_counter()

@@ -64,7 +64,7 @@ def arpo(out: Path) -> int:
     if not (DATA / "arpo/warm.parquet").exists():
         run("benchmarks.makers.browser_clicks", DATA / "arpo", "--episodes", CLICKS)
     if not (MODELS / "arpo-start").exists():
-        from rayloop.engines.added_tokens import add_tokens  # imports torch
+        from benchmarks.makers.added_tokens import add_tokens  # imports torch
 
         add_tokens(RECIPES / "arc_vision/tiny", MODELS / "arpo-start", beginnings())
     return taught("arpo", ("warm",), MODELS / "arpo-warm", out, "--samples", 2)

@@ -24,8 +24,7 @@ from rayloop.core.groups import Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version, derive
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
-from rayloop.transports.choose import transport
-from rayloop.transports.seam import WeightTransport, WeightUpdate
+from rayloop.transports.seam import WeightTransport, WeightUpdate, transport
 
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""

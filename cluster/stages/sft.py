@@ -28,9 +28,8 @@ from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.core.types import derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
-from rayloop.engines.cores import per_process
+from rayloop.engines.machine import grow_segments, per_process
 from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings
-from rayloop.engines.training.heap import grow_segments
 from rayloop.estimate.memory import fitted
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.settings import LossSettings

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from rayloop.doctor.finding import Finding, Level, size
-from rayloop.engines.cores import CGROUP, quota
+from rayloop.engines.machine import CGROUP, quota
 from rayloop.launch.limits import MemoryLimit, memory_limit
 
 SOCKET_LIMIT = 107

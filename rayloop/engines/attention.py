@@ -1,8 +1,5 @@
-"""Attention over packed sequences, batched by length: the cost of packing is then that of the sequences.
-
-transformers' own SDPA masks a language model's whole packed row instead, which computes (and, on most kernels, reads)
-[T, T] per layer, and calls the kernel for every image and window of a vision tower.
-"""
+"""Attention over packed sequences, batched by length: packing then costs what the sequences cost. transformers' own SDPA masks the
+whole packed row, which computes [T, T] per layer, and calls the kernel for every image and window of a vision tower."""
 
 from __future__ import annotations
 
@@ -10,7 +7,9 @@ from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -25,21 +24,16 @@ PACKED_VISION = "packed_sdpa_like_flash"
 
 
 def use_packed_sdpa(model: PreTrainedModel) -> None:
-    """Let a language model with SDPA attend sample by sample. Other attention implementations stay as they are.
-
-    transformers makes no mask for an implementation that it does not know; packed attention needs none.
-    """
+    """Let a language model with SDPA attend sample by sample. Other attention implementations stay as they are. transformers makes
+    no mask for an implementation that it does not know; packed attention needs none."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED_SDPA, _packed_sdpa)
         model.set_attn_implementation({"": PACKED_SDPA, "text_config": PACKED_SDPA})
 
 
 def use_grouped_decoding(model: PreTrainedModel) -> None:
-    """Let a language model that runs SDPA decode without a copy of its cache for every query head of a group.
-
-    transformers repeats keys and values for grouped queries. Of a single new token the heads of a group are as good as that many
-    queries of one head, since no order among them is masked.
-    """
+    """Let a language model that runs SDPA decode without a copy of its cache for every query head of a group. Of a single new token
+    the heads of a group are as good as that many queries of one head, since no order among them is masked."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(GROUPED_SDPA, _grouped_sdpa)
         AttentionMaskInterface.register(GROUPED_SDPA, sdpa_mask)
@@ -95,42 +89,28 @@ _layouts: MutableMapping[Tensor, _Layout] = WeakTensorKeyDictionary()
 
 
 def _packed_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor,
-    **options: Any,
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_ids: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
-    """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids`` [1, T] are 0.
-
-    What begins at position P > 0 continues the first P tokens of the last sample that began at 0. Samples of a similar
-    length are padded at their ends to the longest of them, which causal attention never sees.
-    """
+    """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids`` [1, T] are 0. What begins at
+    position P > 0 continues the first P tokens of the last sample that began at 0. Samples of similar length are padded at their
+    ends."""
     return _attend(module, query, key, value, _remembered(position_ids, _samples), **options), None
 
 
 def _grouped_sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """``query`` [B, heads, n, d], ``key`` and ``value`` [B, kv_heads, T, d], ``attention_mask`` [B, 1, n, T] or None."""
     batch, heads, new, width = query.shape
     if new > 1 or options.get("dropout"):
         return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
     grouped = query.view(batch, key.shape[1], -1, width)
-    output = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
+    output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling"))
     return output.reshape(batch, 1, heads, width), None
 
 
 def _packed_vision(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    cu_seq_lens_q: Tensor,
-    **options: Any,
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, cu_seq_lens_q: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     """``query``, ``key`` and ``value`` are [1, heads, T, d]; ``cu_seq_lens_q`` are the borders of windows or images."""
     return _attend(module, query, key, value, _remembered(cu_seq_lens_q, _images), **options), None
@@ -189,7 +169,7 @@ def _part(sequences: _Sequences, total: int) -> tuple[_Part, Tensor]:
     return _Part(own, seen, (steps <= shared[..., None] + ahead[:, None])[:, None]), real
 
 
-def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layout: _Layout, **options: Any) -> Tensor:
+def _attend(module: Module, query: Tensor, key: Tensor, value: Tensor, layout: _Layout, **options: Any) -> Tensor:
     """Attention [1, T, heads, d], one call for each part of the row."""
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     outputs = []
@@ -202,7 +182,7 @@ def _attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, layout
 
 
 def plain_attention(
-    module: nn.Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
+    module: Module | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **options: Any
 ) -> tuple[Tensor, None]:
     """``softmax(query keyᵀ scaling) value`` [n, L, heads, d]; without a ``mask`` causal where ``module`` or options say so."""
     key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1) for tensor in (key, value))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pkgutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr, Tag, model_validator
@@ -10,6 +13,7 @@ from pydantic import Field, PrivateAttr, Tag, model_validator
 from rayloop.config.explain import kind_of
 from rayloop.config.model import ModelSettings as ModelSettings
 from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
+from rayloop.core.protocols import GenerationEngine
 
 Dtype = Literal["float32", "bfloat16"]
 Threads = Annotated[int, Field(ge=1)] | None
@@ -19,7 +23,7 @@ class EngineChoice(SettingsModel):
     """Base of the settings of every generation engine, with the properties that other parts of the system ask for."""
 
     implementation: ClassVar[str]
-    """``module:Class``, imported where it is needed (``rayloop.engines.generation.build``)."""
+    """``module:Class``, imported where it is needed (``rayloop.engines.settings``)."""
     cohorts: ClassVar[bool] = False
     """Whether it decodes a group as a batch of its own, as ``rollout.deterministic`` asks for."""
     starts_slowly: ClassVar[bool] = False
@@ -141,7 +145,7 @@ class SglangEngineSettings(EngineChoice):
     where they suit. Leave 2 GiB of the GPU beside ``mem_fraction_static``: synced weights pass through them."""
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
-        """Its GPUs, which lie in one node: published tensors are opened there from the memory of the first."""
+        """Its GPUs, which lie in one node: synced tensors are opened there from the memory of the first."""
         wanted = self.extra.get("tp_size", 1) * self.extra.get("pp_size", 1)
         if self.extra.get("nnodes", 1) > 1:
             yield "rollout.engine.extra: nnodes above 1 cannot be: synced weights do not leave the node. Lower tp_size"
@@ -315,3 +319,27 @@ class FsdpSettings(SettingsModel):
     def recomputes(self, on_gpu: bool) -> bool:
         """Whether activations are computed again in the backward pass."""
         return on_gpu if self.gradient_checkpointing is None else self.gradient_checkpointing
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """What an engine gets besides settings: its place on the machine."""
+
+    weights: str = ""
+    """A folder in the run folder, which all nodes see, for weights that a server loads."""
+    scratch: Callable[[], str] = tempfile.mkdtemp
+    """Makes a folder for sockets and temporary files; the creator of this object removes it."""
+    name: str | None = None
+    """Name of the Ray actor, if the engine is in one: vLLM's own metrics then go to Ray's metrics."""
+
+
+def build_engine(model: ModelSettings, settings: EngineChoice, place: EnginePlace) -> GenerationEngine:
+    """Returns the engine of ``settings`` for the model. Raises ConfigError when its library or the model's files are missing."""
+    model = model.here(weights=settings.holds_model)
+    make: Callable[..., Any]
+    if isinstance(settings, OwnEngine):
+        make, own = settings.component.resolve(), settings.component.options()
+    else:
+        make, own = pkgutil.resolve_name(settings.implementation), settings
+    engine: GenerationEngine = make(model, own, place)
+    return engine

@@ -1,8 +1,5 @@
-"""Makes a tiny model folder on the spot: Qwen2.5-VL (or text-only Qwen2) with random weights and its own tokenizer.
-
-The folder has the layout of the real checkpoint (config, safetensors, tokenizer, chat template, image processor), so
-that whatever loads Qwen2.5-VL, transformers and vLLM included, loads this one; only the sizes differ.
-"""
+"""Makes a tiny model folder on the spot: Qwen2.5-VL (or text-only Qwen2) with random weights and its own tokenizer. The layout is
+that of the real checkpoint, so that transformers and vLLM load it; only the sizes differ."""
 
 from __future__ import annotations
 
@@ -94,28 +91,23 @@ def write_tiny_vlm(
     image_std: Sequence[float] = CLIP_STD,
     **sizes: Any,
 ) -> Path:
-    """Write a model folder and return its path. Equal arguments give equal files.
-
-    ``texts`` train the tokenizer; ``extra_tokens`` become one token each (coordinates, tags); ``image_mean`` and ``image_std``
-    (red, green, blue, 0..1) are what pixels are normalised by; ``sizes`` are fields of ``TinySizes``. ``vision=False`` writes a
-    text-only Qwen2ForCausalLM. Raises TypeError for an unknown size.
-    """
+    """Write a model folder and return its path. Equal arguments give equal files. ``texts`` train the tokenizer; ``extra_tokens``
+    become one token each; ``image_mean`` and ``image_std`` (red, green, blue, 0..1) normalise pixels; ``sizes`` are fields of
+    ``TinySizes``; ``vision=False`` writes a text-only Qwen2ForCausalLM. Raises TypeError for an unknown size."""
     folder, size = Path(folder), TinySizes(**sizes)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(texts, size.vocabulary, extra_tokens)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _vision_model(tokenizer, size) if vision else _text_model(tokenizer, size)
-    model.generation_config = GenerationConfig(
-        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id
-    )
+    end, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=[end, padding], pad_token_id=padding)
     disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if vision:
-        (folder / "preprocessor_config.json").write_text(
-            json.dumps(_image_processor(image_mean, image_std), indent=2) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(_image_processor(image_mean, image_std), indent=2)
+        (folder / "preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
     return folder
 
 

@@ -40,20 +40,16 @@ def advantages(rewards: Sequence[float], settings: AdvantageSettings) -> Advanta
     if not all(map(math.isfinite, scores)):
         raise ValueError(f"rewards {scores} are not all finite: such a trajectory is Unscored(invalid_reward)")
     if len(scores) == 1:
-        return _singleton(scores[0], settings)
+        if settings.singleton == "error":
+            raise ConfigError(
+                "a group has one scored member, which has no baseline. Set algorithm.advantage.kind: raw to take the reward itself"
+            )
+        return Advantages((scores[0],), 0.0, 1.0)
     base = [float(score != 0) for score in scores] if settings.baseline == "binarised" else scores
     values = _values(scores, base, settings)
     if not all(map(math.isfinite, values)):
         raise ValueError(f"rewards {scores} are too far apart: an advantage is not finite")
     return Advantages(values, statistics.mean(base), statistics.stdev(base))
-
-
-def _singleton(score: float, settings: AdvantageSettings) -> Advantages:
-    if settings.singleton == "error":
-        raise ConfigError(
-            "a group has one scored member, which has no baseline. Set algorithm.advantage.kind: raw to take the reward itself"
-        )
-    return Advantages((score,), 0.0, 1.0)
 
 
 def _values(scores: Sequence[float], base: Sequence[float], settings: AdvantageSettings) -> tuple[float, ...]:
@@ -68,11 +64,9 @@ def _values(scores: Sequence[float], base: Sequence[float], settings: AdvantageS
 
 
 def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
-    """Returns the group with advantage, mean and std over its scored members, before any filter.
-
-    Unscored members become ``excluded[kind]``; when fewer than ``min_group`` scored members remain, these become
-    ``excluded[min_group]`` and mean and std stay None. Members that already have a status are left alone.
-    """
+    """Returns the group with advantage, mean and std over its scored members, before any filter. Unscored members become
+    ``excluded[kind]``; fewer than ``min_group`` scored ones become ``excluded[min_group]``, without mean and std. Members that
+    already have a status are left alone."""
     members = tuple(
         replace(m, status=Status(TrajectoryState.EXCLUDED, str(m.outcome.kind)))
         if m.kept and isinstance(m.outcome, Unscored)

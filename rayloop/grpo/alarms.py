@@ -1,9 +1,6 @@
-"""Alarms about slow failures: trajectories without a reward, excluded or flagged ones, log-prob mismatch, a collapsed policy.
-
-Excluding trajectories on which a grader failed is harmless only while failures are few and independent of the content. Log-probs of
-fresh samples agree between engine and trainer, which have the same weights, unless a weight sync was lost or one of the two
-computes wrong values (docs/algorithm.md, section 10).
-"""
+"""Alarms about slow failures: trajectories without a reward, excluded or flagged ones, log-prob mismatch, a collapsed policy
+(docs/algorithm.md, section 10). Fresh samples have the same log-probs in engine and trainer, unless a weight sync was lost or one
+of the two computes wrong values."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from rayloop.core.events import Emit
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import TrajectoryId
-from rayloop.grpo.collapse import LENGTH, Collapse, CollapseSettings
-from rayloop.grpo.limits import Alarm, Limit
+from rayloop.grpo.collapse import LENGTH, Alarm, Collapse, CollapseSettings, Limit
 
 DRIFT = "actor/old_behaviour_mean/lag_0"
 """Mean |trainer's log-prob - engine's| of samples of the present weights: asynchrony does not change it."""

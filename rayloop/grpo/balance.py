@@ -1,8 +1,6 @@
-"""Spreads the trajectories of one optimizer update over the ranks. Pure and deterministic; no torch.
-
-A rank computes the common prompt of its trajectories once (rayloop/grpo/packing.py). Therefore groups stay whole, and packed
-lengths are balanced: the prompt once, then the rest of each trajectory.
-"""
+"""Spreads the trajectories of one optimizer update over the ranks. Pure and deterministic; no torch. A rank computes the common
+prompt of its trajectories once: groups stay whole, and packed lengths are balanced (the prompt once, then the rest of each
+trajectory)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,10 +60,8 @@ class TrainSample:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n distinct images.
-
-    A trajectory may lack its prompt, if that of the last whole one before it is the same.
-    """
+    """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n distinct images. A trajectory
+    may lack its prompt, if that of the last whole one before it is the same."""
 
     token_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [R, 1, T] int64; row 0 restarts with each trajectory, at 0 or after the shared prompt
@@ -94,11 +92,9 @@ class Batch:
 
 
 def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pixels: Sequence[Future[Tensor]] = ()) -> TrainSample:
-    """A trajectory, flattened, as tensors. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image of the trajectory.
-
-    Raises ValueError when the trajectory cannot have been sampled as recorded: its first token is a sampled one, a
-    banned token was sampled, or the reference log-probs are not one per sampled token.
-    """
+    """A trajectory, flattened, as tensors. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image. Raises ValueError when
+    it cannot have been sampled as recorded: its first token is a sampled one, a banned token was sampled, or there is not one
+    reference log-prob per sampled token."""
     trajectory = item.trajectory
     _check_sampled(trajectory, flat)
     at = torch.from_numpy(flat.loss_mask.nonzero()[0])
@@ -151,3 +147,31 @@ def _table(ids: TokenIds) -> npt.NDArray[np.bool_]:
     table: npt.NDArray[np.bool_] = np.zeros(max(ids, default=-1) + 2, np.bool_)
     table[list(ids)] = True
     return table
+
+
+def segmented(mini_batches: Sequence[Sequence[TrainItem]]) -> list[list[TrainItem]]:
+    """Returns an item per segment, with the trajectory's advantage and the segment's part of the reference log-probs. A trajectory
+    of several mini-batches has the same segments, as objects, in all of them. Raises ValueError when there is not one reference
+    log-prob per sampled token."""
+    known = {id(item.trajectory): item.trajectory.segments for items in mini_batches for item in items}
+    return [[part for item in items for part in _parts(item, known[id(item.trajectory)])] for items in mini_batches]
+
+
+def by_segment(
+    trajectories: Sequence[Trajectory], score: Callable[[list[Trajectory]], Sequence[npt.NDArray[np.float32]]]
+) -> list[npt.NDArray[np.float32]]:
+    """Calls ``score`` with all segments at once, and returns one array [sampled_tokens] per trajectory."""
+    segments = [trajectory.segments for trajectory in trajectories]
+    scored = iter(score([segment for parts in segments for segment in parts]))
+    return [np.concatenate([next(scored) for _ in parts]) for parts in segments]
+
+
+def _parts(item: TrainItem, segments: Sequence[Trajectory]) -> list[TrainItem]:
+    if len(segments) == 1 or item.reference is None:
+        return [dataclasses.replace(item, trajectory=segment) for segment in segments]
+    ends = np.cumsum([sum(len(turn.token_ids) for turn in segment.sampled_turns) for segment in segments])
+    if len(item.reference) != ends[-1]:
+        what = f"{len(item.reference)} reference log-probs for {ends[-1]} sampled tokens"
+        raise ValueError(f"trajectory {item.trajectory.id}: {what}")
+    parts = np.split(np.asarray(item.reference), ends[:-1])
+    return [dataclasses.replace(item, trajectory=segment, reference=part) for segment, part in zip(segments, parts, strict=True)]

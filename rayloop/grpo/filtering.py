@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from rayloop.core.failures import GenerationBudgetSpent
 from rayloop.core.groups import Group, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.grpo.alarms import reasons
-from rayloop.grpo.filters.base import Filter
+from rayloop.grpo.filters import Filter
 from rayloop.grpo.settings import FilteringSettings
 from rayloop.grpo.staleness import began
 
@@ -17,11 +16,9 @@ CUT = Status(TrajectoryState.SURPLUS, "cut")
 
 
 def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
-    """Returns the group; every kept member that a filter refuses is ``filtered[reason]``, with the first filter's reason.
-
-    All filters see the members that were kept on entry. Advantages stay as they are. Raises ValueError when members were not scored
-    or have no advantage yet, FilterBroken.
-    """
+    """Returns the group; every kept member that a filter refuses is ``filtered[reason]``, with the first filter's reason. All
+    filters see the members that were kept on entry. Raises ValueError for members without a reward or an advantage,
+    FilterBroken."""
     reasons: dict[int, str] = {}
     for one in filters:
         reasons = {**one.refused(group), **reasons}
@@ -38,16 +35,11 @@ class Selection:
 
 
 def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, oldest_first: bool = False) -> Selection:
-    """Keeps the first ``target`` trajectories in rank order, whatever the order of ``ready``.
-
-    Groups are ranked by std, descending, ties in request order; or by request order alone. With ``oldest_first`` (left-over groups
-    are carried over) the version that began a group counts before the rank, so that no skipped group grows stale. Members
-    that the cut takes off a group of ``train`` become ``surplus[cut]``. Groups without kept members are in neither part. Raises
-    ValueError when a group to be ranked has no std.
-    """
-    train: list[Group] = []
-    left_over: list[Group] = []
-    room = target
+    """Keeps the first ``target`` trajectories in rank order, whatever the order of ``ready``: by std, descending, ties in request
+    order; or by request order alone. With ``oldest_first`` the version that began a group counts before the rank, so that no
+    skipped group grows stale. Members beyond the target become ``surplus[cut]``. Groups without kept members are left out. Raises
+    ValueError for a group without std."""
+    train, left_over, room = list[Group](), list[Group](), target
     age = began if oldest_first else lambda group: 0.0
     for group in sorted((g for g in ready if g.kept), key=lambda g: (age(g), *_rank(g, settings))):
         if room <= 0:
@@ -56,7 +48,7 @@ def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, 
         kept = [i for i, member in enumerate(group.members) if member.kept]
         train.append(group.map({i: replace(group.members[i], status=CUT) for i in kept[room:]}))
         room -= len(kept)
-    return Selection(_in_issue_order(train), _in_issue_order(left_over))
+    return Selection(*(tuple(sorted(groups, key=lambda group: group.number)) for groups in (train, left_over)))
 
 
 def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
@@ -67,41 +59,29 @@ def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
     return -group.std, group.number
 
 
-def _in_issue_order(groups: Sequence[Group]) -> tuple[Group, ...]:
-    return tuple(sorted(groups, key=lambda group: group.number))
+def enough(
+    survivors: int, target: int, used: int, settings: FilteringSettings, counts: Mapping[str, int], lost: Sequence[Unscored] = ()
+) -> bool:
+    """Whether a step trains on ``survivors`` trajectories after ``used`` generation batches, or starts another batch.
 
-
-class Enough(StrEnum):
-    """What a step does next: start another generation batch, or train what survived."""
-
-    MORE = "more"
-    TRAIN = "train"
-
-
-def generation_verdict(
-    survivors: int, target: int, batches_used: int, settings: FilteringSettings, counts: Mapping[str, int],
-    unscored: Sequence[Unscored] = (),
-) -> Enough:  # fmt: skip
-    """Decides, after ``batches_used`` generation batches, whether to train on ``survivors`` trajectories.
-
-    A full target trains; else another batch follows while the budget lasts; else the smaller batch trains when at
-    least ``min_fraction`` of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the fates of
-    this step's trajectories) and the most frequent reasons of those that are ``unscored``.
+    A full target trains; else another batch follows while the budget lasts; else the smaller batch trains when at least
+    ``min_fraction`` of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the statuses of this step's
+    trajectories) and the most frequent reasons of those that are ``lost``, without a reward.
     """
     if survivors >= target:
-        return Enough.TRAIN
-    if batches_used < settings.max_generation_batches:
-        return Enough.MORE
+        return True
+    if used < settings.max_generation_batches:
+        return False
     if survivors > 0 and survivors >= settings.min_fraction * target:
-        return Enough.TRAIN
+        return True
     where = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items())) or "none counted"
     advice = "Raise max_generation_batches, loosen filters, or choose tasks that the policy sometimes solves"
-    if 2 * len(unscored) > sum(counts.values()):
+    if 2 * len(lost) > sum(counts.values()):
         advice = "Most have no reward, which is not the policy's doing: repair that first"
-    if 2 * (lost := counts.get(f"{TrajectoryState.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)) > sum(counts.values()):
-        advice = f"{lost} were lost with the nodes that held them, which is no filter's doing: see payload_lost in events.jsonl"
-    why = f". Why {len(unscored)} have no reward: {'; '.join(reasons(unscored))}" if unscored else ""
+    if 2 * (gone := counts.get(f"{TrajectoryState.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)) > sum(counts.values()):
+        advice = f"{gone} were lost with the nodes that held them, which is no filter's doing: see payload_lost in events.jsonl"
+    why = f". Why {len(lost)} have no reward: {'; '.join(reasons(lost))}" if lost else ""
     raise GenerationBudgetSpent(
-        f"{survivors} of {target} trajectories survived {batches_used} generation batches, fewer than min_fraction "
+        f"{survivors} of {target} trajectories survived {used} generation batches, fewer than min_fraction "
         f"{settings.min_fraction} asks for. Where they went: {where}{why}. {advice}."
     )

@@ -12,12 +12,9 @@ from rayloop.grpo.settings import UpdateSettings
 def mini_batches(
     sizes: Sequence[int], update: UpdateSettings, seed: int, step: int, nominal: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns a tuple of group indices (ascending) per optimizer update, over all epochs. ``sizes``: trajectories per group.
-
-    Each epoch is a partition of the groups. They are dealt in shuffled order, each to the mini-batch that has the fewest
-    trajectories so far. A step with fewer trajectories than ``nominal`` (the step's target; None: no such rule) gets fewer
-    mini-batches rather than tiny ones, and never more than it has groups.
-    """
+    """Returns a tuple of group indices (ascending) per optimizer update. ``sizes``: trajectories per group. Each epoch deals all
+    groups in shuffled order, each to the mini-batch with the fewest trajectories so far. A step with fewer trajectories than
+    ``nominal`` (its target) gets fewer mini-batches, and never more than it has groups."""
     count = min(update.mini_batches, len(sizes))
     if nominal is not None and sum(sizes) < nominal:
         count = min(count, max(1, update.mini_batches * sum(sizes) // nominal))

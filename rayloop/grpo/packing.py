@@ -14,10 +14,8 @@ from rayloop.grpo.batch import Batch, TrainSample
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
-    """Indices into ``lengths`` (tokens), grouped so that each group has at most ``budget`` tokens.
-
-    First-fit decreasing; a sample longer than the budget gets a group of its own. Every index occurs once.
-    """
+    """Indices into ``lengths`` (tokens), grouped so that each group has at most ``budget`` tokens. First-fit decreasing; a sample
+    longer than the budget gets a group of its own. Every index occurs once."""
     groups: list[list[int]] = []
     room: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -56,13 +54,10 @@ def packed_length(group: Sequence[TrainSample]) -> int:
 
 
 def pack(samples: Sequence[TrainSample], *, share_images: bool = False, share_prompts: bool = False) -> Batch:
-    """One row of all samples, in order. Raises ValueError when they do not agree on what may be sampled, and what went wrong with
-    an image.
-
-    Attention stays within a sample because row 0 of the position ids restarts at each of them. With ``share_images``
-    an image that several samples have (the same Future) is in the batch once. With ``share_prompts`` a sample
-    lacks its prompt if that of the sample before it is the same; it then starts at the position after the prompt.
-    """
+    """One row of all samples, in order; attention stays within a sample because row 0 of the position ids restarts at each.
+    ``share_images``: an image of several samples (the same Future) is in the batch once. ``share_prompts``: a sample lacks its
+    prompt if the sample before it has the same one, and starts at the position after it. Raises ValueError when the samples do not
+    agree on what may be sampled, and the errors of their images."""
     if not samples:
         raise ValueError("nothing to pack: a micro-batch needs at least one sample")
     if share_prompts:

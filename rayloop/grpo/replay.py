@@ -19,10 +19,8 @@ REPLACED = Status(TrajectoryState.SURPLUS, "replaced_by_replay")
 
 @dataclass(frozen=True, slots=True)
 class ReplayRules:
-    """Which trajectories are stored, and which groups get one; the defaults are ARPO's.
-
-    The original compares in single precision, where 0.1 is above 0.1: ``success_above=0.0999999`` stores it too.
-    """
+    """Which trajectories are stored, and which groups get one; the defaults are ARPO's. The original compares in single precision,
+    where 0.1 is above 0.1: ``success_above=0.0999999`` stores it too."""
 
     capacity: int = 8
     """Stored successes per task, oldest out first."""
@@ -53,13 +51,10 @@ class ReplayBuffer:
         return sum(map(len, self._stored.values()))
 
     def inject(self, group: Group, step: int) -> Injection:
-        """Returns the group with a stored success as member 0 when all of it failed. Does not change the buffer.
-
-        Comes before the statistics: members are scored, but have neither advantage nor status. ``step`` is the step that
-        will train on the group. The draw depends on (seed, task, issue) and on what is stored, nothing else. The
-        displaced member is no longer in the group; it counts as ``surplus[replaced_by_replay]``, or as what kept it from
-        being scored. ``store`` the group as it came once it is committed.
-        """
+        """Returns the group with a stored success as member 0 when all of it failed; the displaced member counts as
+        ``surplus[replaced_by_replay]``, or as excluded. Members are scored, and have neither advantage nor status. ``step`` will
+        train on the group. The draw depends on (seed, task, group) and on what is stored. The buffer does not change: ``store`` the
+        group as it came once it is committed."""
         stored = self._draw(group, step) if self._settings.on and self._failed(group) else None
         if stored is None:
             return Injection(group)

@@ -7,17 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
-from rayloop.grpo.filters.equal_rewards import EqualRewards
-from rayloop.grpo.filters.own import FILTER
-from rayloop.grpo.filters.table import FilterSettings
+from rayloop.grpo.filters import FILTER, EqualRewards, FilterSettings
 
 
 class AdvantageSettings(SettingsModel):
     """What the formula of section 3 is made of; a run chooses one of ``ADVANTAGES``. Defaults are verl's GRPO."""
 
     normalize_std: bool = True
-    """Divide by the group's standard deviation. Off gives Dr.GRPO's advantage, without its weight for groups that hardly
-    differ."""
+    """Divide by the group's standard deviation. Off gives Dr.GRPO's advantage."""
     eps: float = Field(1e-6, ge=0)
     """Added to the standard deviation: 1e-6 in the verl family, 1e-4 in TRL. Change it only to reproduce one of them."""
     std: Literal["unbiased", "population"] = "unbiased"
@@ -25,8 +22,7 @@ class AdvantageSettings(SettingsModel):
     std_floor: float = Field(0.0, ge=0)
     """The divisor is max(std_floor, std) + eps. The Chart-RVR paper floors it at 1."""
     baseline: Literal["mean", "binarised"] = "mean"
-    """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``; the numerator keeps the score, so that
-    successes stay positive even when all rewards are equal."""
+    """Binarised (PyVision's ``grpo_w_anb``): mean and std of ``score != 0``; the numerator keeps the score."""
     tolerance: float = Field(0.0, ge=0)
     """Rewards are all equal when max - min <= tolerance; their advantages are then exactly 0. Above 0 for noisy graders."""
     min_group: int = Field(2, ge=1)
@@ -78,7 +74,7 @@ class FilteringSettings(SettingsModel):
     example ``filters: [{kind: equal_rewards, tolerance: 0.01}, {kind: max_length, tokens: 4096}, {use: "mine:few_turns"}]``;
     ``filters: []`` trains everything. One's own: docs/bring_your_own/filter.md."""
     ranking: Literal["std", "fifo"] = "std"
-    """std: groups with the largest reward spread first, ties in request order. issue: first come, first trained. Where left-over
+    """std: groups with the largest reward spread first, ties in request order. fifo: first come, first trained. Where left-over
     groups are carried over, older groups go first, and this orders those that the same version began."""
     groups_per_generation: int | None = Field(None, gt=0)
     """Groups started per generation batch; None: as many as a step needs. Raise it to oversample: ranking then has more to

@@ -15,21 +15,16 @@ NO_LINEAGES: Mapping[int, int] = MappingProxyType({})
 
 
 def lag(version: Version, training: Version) -> int:
-    """Optimizer steps between the weights that sampled a trajectory and those that will train on it.
-
-    Raises ValueError for a version from the future. Lineages are not compared; ``is_stale`` does.
-    """
+    """Optimizer steps between the weights that sampled a trajectory and those that will train on it. Raises ValueError for a
+    version from the future. Lineages are not compared; ``is_stale`` does."""
     if version.step > training.step:
         raise ValueError(f"version {version} is ahead of the trainer's {training}")
     return training.step - version.step
 
 
 def is_stale(first: Version, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> bool:
-    """Whether a trajectory whose first token was sampled by ``first`` must not be trained by ``training``.
-
-    A version of another lineage is stale, unless ``inherited`` has it: lineage -> step of the checkpoint from which the
-    present lineage was restored. Ready groups in a checkpoint have such versions.
-    """
+    """Whether a trajectory whose first token was sampled by ``first`` must not be trained by ``training``. A version of another
+    lineage is stale, unless ``inherited`` (lineage -> step of the checkpoint from which the present one was restored) has it."""
     if first.lineage != training.lineage and first.step > inherited.get(first.lineage, -1):
         return True
     return lag(first, training) > max_staleness
@@ -57,22 +52,17 @@ def began(group: Group) -> float:
 
 
 def open_slots(max_staleness: int, target: int, ready: int, in_flight: int, acceptance: float) -> int:
-    """Returns how many more trajectories may start: ``(max_staleness + 1) * target - (ready + acceptance * in_flight)``.
-
-    All in trajectories: ``target`` per step, ``ready`` survivors that wait, ``in_flight`` not yet filtered. Never
-    negative. Raises ValueError unless 0 < acceptance <= 1 (at 0 the bound would be none).
-    """
+    """Returns how many more trajectories may start: ``(max_staleness + 1) * target - (ready + acceptance * in_flight)``, at least
+    0: ``target`` per step, ``ready`` survivors that wait, ``in_flight`` not yet filtered. Raises ValueError unless 0 < acceptance
+    <= 1."""
     if not 0 < acceptance <= 1:
         raise ValueError(f"an acceptance rate of {acceptance} does not bound what is in flight: it must be in (0, 1]")
     return max(0, (max_staleness + 1) * target - ready - math.ceil(in_flight * acceptance))
 
 
 class AcceptanceRate:
-    """The share of finished trajectories that survive the filters: an exponential average that starts at 1.
-
-    ``memory`` is its time constant in trajectories. ``floor`` keeps it above 0, so that what is in flight stays bounded
-    when nothing survives; 1 / max_generation_batches is the natural choice.
-    """
+    """The share of finished trajectories that survive the filters: an exponential average that starts at 1. ``memory`` is its time
+    constant in trajectories; ``floor`` bounds what is in flight when nothing survives (1 / max_generation_batches)."""
 
     def __init__(self, memory: float, floor: float) -> None:
         if not (memory > 0 and 0 < floor <= 1):
@@ -101,10 +91,8 @@ class AcceptanceRate:
 
 
 class LengthRatio:
-    """Mean length of trained trajectories over that of sampled ones: exponential averages over ``memory`` steps.
-
-    1 when neither staleness nor filters nor ranking prefer an episode by its length.
-    """
+    """Mean length of trained trajectories over that of sampled ones: exponential averages over ``memory`` steps. 1 when neither
+    staleness nor filters nor ranking prefer an episode by its length."""
 
     def __init__(self, memory: float = 16.0) -> None:
         self._keep = math.exp(-1 / memory)

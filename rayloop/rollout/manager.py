@@ -14,7 +14,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
-from rayloop.grpo.filtering import Enough, generation_verdict
+from rayloop.grpo.filtering import enough
 from rayloop.rollout.finished import FinishedGroups, Quarantine, ReadyGroups
 from rayloop.rollout.plain import Own
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupScheduler, Player
@@ -109,7 +109,7 @@ class RolloutManager:
                 if self.scheduler.bad is not None and self.config.data.strict:
                     raise self.scheduler.bad
                 self.ready.expire(version, inherited)
-                if self._verdict(self._owed(version, inherited)) is not Enough.TRAIN:
+                if not self._enough(self._owed(version, inherited)):
                     await self._change()
                     continue
                 chosen = self.ready.select()
@@ -138,17 +138,18 @@ class RolloutManager:
             return bool(self.in_flight or (self.scheduler.one_round and self.scheduler.reissue))
         return c.when_late == "wait" and self._playing.any_due(version, inherited)
 
-    def _verdict(self, owed: bool) -> Enough:
-        """Train, or wait for more: for ``owed`` groups, and while groups are in flight or the budget allows others."""
+    def _enough(self, owed: bool) -> bool:
+        """Whether to train now. What is ``owed`` is awaited; the budget is spent when nothing is in flight, also when every task is
+        quarantined."""
         c, survivors, spent = self.config.algorithm, self.ready.survivors, self.scheduler.spent
         if not (survivors >= c.target and not owed) and (self.in_flight or self.scheduler.reissue or not spent):
-            return Enough.MORE
+            return False
         used = c.filtering.max_generation_batches if spent else 0
         members = [member for group in self.finished.groups for member in group.members]
         statuses = Counter(f"{m.status.state}[{m.status.reason}]" for m in members if m.status is not None)
         unscored = [m.outcome for m in members if isinstance(m.outcome, Unscored)]
         try:
-            return generation_verdict(survivors, c.target, used, c.filtering, statuses, unscored)
+            return enough(survivors, c.target, used, c.filtering, statuses, unscored)
         except GenerationBudgetSpent:
             if self.scheduler.exhausted:
                 raise self.scheduler.no_task() from None

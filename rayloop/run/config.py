@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from rayloop.config.settings import Component, LocalPath, Role, SettingsModel, check_components, load
 from rayloop.core.types import Sampling
-from rayloop.engines.cores import per_process
+from rayloop.engines.machine import per_process
 from rayloop.engines.settings import (
     EngineChoice,
     FsdpSettings,

@@ -1,27 +1,49 @@
-"""Weights by broadcast from the policy's first rank to all rollout actors; when a broadcast fails, through the object store.
-
-Sender and receivers join a process group of their own, apart from the trainer's. The manifest carries names, shapes and checksums;
-the group carries bytes only, in buckets whose layout both sides compute from the manifest.
-"""
+"""Weights by broadcast from the policy's first rank to all rollout actors; when a broadcast fails, through the object store. The
+process group, apart from the trainer's, carries bytes in buckets whose layout both sides compute from the manifest."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rayloop.core.failures import BroadcastFailed
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.buckets import buckets
-from rayloop.transports.object_store import ArrayReceiver, Arrays, ArraySender
+from rayloop.transports.plain import ArrayReceiver, Arrays, ArraySender
 from rayloop.transports.seam import Receiver, Rollouts, Sender, WeightExporter, WeightTransport, WeightUpdate
 from rayloop.transports.settings import CollectiveTransport
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+ALIGNMENT = 16
+"""Bytes; tensors of any dtype start at a multiple of it within a bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """``offsets`` [name]: where each tensor begins, in bytes, within ``size`` bytes."""
+
+    size: int
+    offsets: Mapping[str, int]
+
+
+def buckets(manifest: Manifest, limit: int) -> Iterator[Bucket]:
+    """Cut the manifest's tensors, in order, into buckets of at most ``limit`` bytes; a larger tensor is alone."""
+    size, offsets = 0, dict[str, int]()
+    for name, tensor in manifest.tensors.items():
+        room = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if offsets and size + room > limit:
+            yield Bucket(size, offsets)
+            size, offsets = 0, {}
+        offsets[name] = size
+        size += room
+    if offsets:
+        yield Bucket(size, offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +60,16 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
     """The exported copy stays in the object store, for engines that start later and for all engines when a broadcast fails."""
 
     def __init__(self, settings: CollectiveTransport, folder: str) -> None:
-        self._settings = settings
+        super().__init__(settings, folder)
         self._failures = 0
 
     def sender(self, host: str) -> BroadcastSender:
         """The rank's half; it opens the store at ``host``."""
-        return BroadcastSender(self._settings, host)
+        return BroadcastSender(self.settings, host)
 
     def receiver(self) -> BroadcastReceiver:
         """The rollout actor's half."""
-        return BroadcastReceiver(self._settings)
+        return BroadcastReceiver(self.settings)
 
     async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
         """Broadcasts; falls back to the object store. Raises PolicyLost, and WeightSyncError for weights that arrive damaged."""
@@ -88,10 +110,8 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         return WeightUpdate(packed.manifest, packed.source)
 
     def invite(self, members: tuple[int, ...], failures: int) -> BroadcastGroup:
-        """Returns the group for this rank and the rollout actors with the serial numbers ``members``.
-
-        It is the existing group unless the members or the number of failed broadcasts have changed.
-        """
+        """Returns the group for this rank and the rollout actors with the serial numbers ``members``. It is the existing group
+        unless the members or the number of failed broadcasts have changed."""
         port = self._membership.serve(self._host)
         if self._meeting is None or self._invited != (members, failures):
             self._invited = (members, failures)

@@ -1,8 +1,5 @@
-"""The manifest of a weight sync, and the check at the receiver (docs/algorithm.md, section 10).
-
-A sender packs its tensors into a manifest and a source. Every receiver unpacks the source, and compares names, byte counts, shapes
-and checksums with the manifest.
-"""
+"""The manifest of a weight sync (docs/algorithm.md, section 10): names, byte counts, shapes and checksums, which every receiver
+compares with the tensors that arrived."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def record(tensor: Tensor) -> TensorRecord:
 def manifest(version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
     """Returns the manifest of one version. Raises WeightSyncError for a dtype that is not in ``DTYPES``."""
     if unknown := {name: str(tensor.dtype) for name, tensor in tensors.items() if _dtype_name(tensor) not in DTYPES}:
-        raise WeightSyncError(f"version {version}: only {', '.join(DTYPES)} can be published, not {unknown}")
+        raise WeightSyncError(f"version {version}: only {', '.join(DTYPES)} can be sent, not {unknown}")
     return Manifest(version, {name: record(tensor) for name, tensor in tensors.items()})
 
 

@@ -21,11 +21,8 @@ LOOK = 0.05
 
 
 class Membership:
-    """This process's membership in a group whose first member broadcasts. ``join`` leaves the previous group.
-
-    A member that notices a failure leaves; its closed connections fail the broadcasts of the others. No wait exceeds ``timeout``
-    seconds.
-    """
+    """This process's membership in a group whose first member broadcasts. ``join`` leaves the previous group. A member that notices
+    a failure leaves; its closed connections fail the broadcasts of the others. No wait exceeds ``timeout`` seconds."""
 
     def __init__(self, backend: Literal["gloo", "nccl"], timeout: float) -> None:
         self._backend, self._timeout = backend, timedelta(seconds=timeout)
@@ -42,11 +39,9 @@ class Membership:
         return int(self._server.port)
 
     def join(self, host: str, port: int, name: str, size: int) -> None:
-        """Become one of ``size`` members of the group ``name``; the process that called ``serve`` is rank 0.
-
-        Raises RuntimeError when the others do not join in time, or the group is full. All wait at the store first, because waiting
-        for a member in NCCL's constructor has no deadline and cannot be interrupted.
-        """
+        """Become one of ``size`` members of the group ``name``; the process that called ``serve`` is rank 0. Raises RuntimeError
+        when the others do not join in time, or the group is full. All wait at the store first: waiting in NCCL's constructor has no
+        deadline."""
         if self._group is not None and name == self._name:
             return
         self.leave()

@@ -8,16 +8,22 @@ docs/bring_your_own/transport.md has the shortest complete transport.
 from __future__ import annotations
 
 import asyncio
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from rayloop.config.settings import Component
+from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import GenerationEngine, Manifest
 from rayloop.core.types import Version
+from rayloop.transports.settings import TransportSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,10 +64,8 @@ class Rollouts(Protocol):
         ...
 
     async def load(self, update: WeightUpdate[Any]) -> None:
-        """Every engine in service loads it within ``weight_sync.timeout``. An engine that is lost meanwhile is replaced.
-
-        Raises the first failure (WeightSyncError, BroadcastFailed) after all have ended.
-        """
+        """Every engine in service loads it within ``weight_sync.timeout``. An engine that is lost meanwhile is replaced. Raises the
+        first failure (WeightSyncError, BroadcastFailed) after all have ended."""
         ...
 
     def fell_back(self, version: Version, error: Exception) -> None:
@@ -85,10 +89,8 @@ class Receiver(ABC, Generic[Source]):
         """The verified tensors, to be read only. Runs in a thread. Raises WeightSyncError."""
 
     async def take(self, engine: GenerationEngine, manifest: Manifest, source: Source) -> None:
-        """Unpack, pause the engine, load, and resume it in any case. Raises WeightSyncError.
-
-        A transport that gives the weights to an engine's own processes overrides this, and unpacks nothing.
-        """
+        """Unpack, pause the engine, load, and resume it in any case. Raises WeightSyncError. A transport that gives the weights to
+        an engine's own processes overrides this, and unpacks nothing."""
         tensors = await asyncio.to_thread(self.unpack, manifest, source)
         await engine.pause()
         try:
@@ -100,6 +102,9 @@ class Receiver(ABC, Generic[Source]):
 class WeightTransport(ABC, Generic[Source]):
     """Made in the driver, in every rank and in every rollout actor, from the settings and a folder that all of them see."""
 
+    def __init__(self, settings: Any, folder: str) -> None:
+        self.settings, self.folder = settings, folder
+
     @abstractmethod
     def sender(self, host: str) -> Sender[Source]:
         """Returns the rank's half; other nodes reach the rank at ``host``."""
@@ -109,10 +114,20 @@ class WeightTransport(ABC, Generic[Source]):
         """Returns the rollout actor's half."""
 
     async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
-        """Load the policy's weights into every engine in service, as ``version``.
-
-        Raises PolicyLost when the weights could not be gathered, WeightSyncError when they did not arrive as sent.
-        """
+        """Load the policy's weights into every engine in service, as ``version``. Raises PolicyLost when the weights could not be
+        gathered, WeightSyncError when they did not arrive as sent."""
         update = await policy.export(version)
         rollouts.keep(update)
         await rollouts.load(update)
+
+
+def transport(settings: TransportSettings, folder: str | Path) -> WeightTransport[Any]:
+    """Returns the transport of ``settings``; it may write below ``folder`` (in the run folder), which every node should see. Raises
+    ConfigError for a class that is no transport."""
+    if not isinstance(settings, Component):
+        shipped: WeightTransport[Any] = pkgutil.resolve_name(settings.implementation)(settings, str(folder))
+        return shipped
+    own = settings.resolve()(settings.options(), str(folder))
+    if isinstance(own, WeightTransport):
+        return own
+    raise ConfigError(f"use: {settings.use!r} is no rayloop.transports.seam.Transport, but a {type(own).__name__}")

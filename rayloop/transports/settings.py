@@ -38,22 +38,20 @@ class TransportChoice(SettingsModel):
 class ObjectStoreTransport(TransportChoice):
     """Weights travel through Ray's object store, owned by the driver. Works everywhere."""
 
-    implementation = "rayloop.transports.object_store:ObjectStore"
+    implementation = "rayloop.transports.plain:ObjectStore"
     kind: Literal["object_store"] = "object_store"
 
 
 class FilesystemTransport(TransportChoice):
     """Weights travel as safetensors files below the run folder, which all nodes must see."""
 
-    implementation = "rayloop.transports.filesystem:Filesystem"
+    implementation = "rayloop.transports.plain:Filesystem"
     kind: Literal["filesystem"] = "filesystem"
 
 
 class CollectiveTransport(TransportChoice):
-    """Weights are broadcast in a process group of the policy's first rank and all rollout actors, for many nodes.
-
-    The object store keeps a copy from which a replaced rollout actor catches up, and all of them when a broadcast fails.
-    """
+    """Weights are broadcast in a process group of the policy's first rank and all rollout actors, for many nodes. The object store
+    keeps a copy from which a replaced rollout actor catches up, and all of them when a broadcast fails."""
 
     implementation = "rayloop.transports.collective:Collective"
     kind: Literal["collective"] = "collective"
@@ -83,7 +81,7 @@ class CudaIpcTransport(TransportChoice):
     not the copies. Never exercised in a training (docs/engines.md).
     """
 
-    implementation = "rayloop.transports.cuda_ipc:CudaIpc"
+    implementation = "rayloop.transports.plain:CudaIpc"
     kind: Literal["cuda_ipc"] = "cuda_ipc"
 
     def problems(self, placed: Placed) -> Iterator[str]:

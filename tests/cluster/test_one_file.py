@@ -46,7 +46,7 @@ def configuration(folder: Path) -> dict[str, Any]:
             "update": one_file.UPDATE.model_dump(exclude_unset=True),
         },
         "algorithm": {"group_size": one_file.GROUP_SIZE, "groups_per_step": one_file.GROUPS},
-        "weight_sync": {"self_test": False, "probes": 1},
+        "weight_sync": {"logprob_check": "stop"},
         "checkpoint": {"every": STEPS},
     }
 

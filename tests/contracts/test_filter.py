@@ -1,6 +1,6 @@
 """What every filter keeps to: the shipped ones, with settings at and beside their defaults, and those of the documentation.
 
-A new filter: a line in ``rayloop/grpo/filters/table.py``, and this suite finds it; what it refuses, in ``worst`` below.
+A new filter: a line in ``rayloop/grpo/filters.py``, and this suite finds it; what it refuses, in ``worst`` below.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from rayloop.core.groups import Group, TrajectoryState
 from rayloop.core.types import EndReason
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
-from rayloop.grpo.filters.base import Filter
-from rayloop.grpo.filters.equal_rewards import EqualRewards
-from rayloop.grpo.filters.members import KeepEndReasons, MaxLength
-from rayloop.grpo.filters.table import FilterSettings, build_filters
+from rayloop.grpo.filters import EqualRewards, Filter, FilterSettings, KeepEndReasons, MaxLength, build_filters
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings
 from tests.support.pages import write_snippets
 from tests.unit.groups import make_group

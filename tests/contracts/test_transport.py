@@ -20,8 +20,7 @@ from rayloop.core.failures import ConfigError, WeightSyncError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig, read
-from rayloop.transports.choose import transport
-from rayloop.transports.seam import WeightTransport, WeightUpdate
+from rayloop.transports.seam import WeightTransport, WeightUpdate, transport
 from tests.support.pages import write_snippets
 from tests.support.publishing import Engine, Stage, weights
 from tests.support.runs import settings

@@ -15,10 +15,9 @@ from transformers import AutoTokenizer
 
 from rayloop.core.types import PromptImage, Sampling, TokenPrompt, Version
 from rayloop.data.images import ImageGeometry, image_ref
-from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.transformers import TransformersEngine
 from rayloop.engines.models import hf_state, load_model, load_vision
-from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, TransformersEngineSettings
 from rayloop.transports.manifest import manifest
 
 PATCH, MERGE = 14, 2

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForImageTextToText
 
+from benchmarks.makers.added_tokens import add_tokens
 from rayloop.core.failures import ConfigError
-from rayloop.engines.added_tokens import add_tokens
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 
 

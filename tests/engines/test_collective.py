@@ -16,8 +16,7 @@ from torch import Tensor
 from rayloop.core.failures import BroadcastFailed, WeightSyncError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.buckets import buckets
-from rayloop.transports.collective import BroadcastReceiver, BroadcastSender
+from rayloop.transports.collective import BroadcastReceiver, BroadcastSender, buckets
 from rayloop.transports.manifest import manifest
 from rayloop.transports.process_group import RAISING, Membership
 from rayloop.transports.settings import CollectiveTransport

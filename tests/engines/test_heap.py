@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import ctypes, resource, sys
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: with huge pages there is hardly a fault to count
-from rayloop.engines.training.heap import keep_freed
+from rayloop.engines.machine import keep_freed
 if sys.argv[1] == "kept":
     keep_freed()
 def faults():

@@ -17,10 +17,9 @@ from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import FinishReason, ImageSource, Message, Sampling, TokenPrompt, Version
 from rayloop.engines.generation import openai_http
-from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.openai_http import OpenAiHttpEngine
 from rayloop.engines.models import hf_state, load_model
-from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine, image, prompt, special
 from tests.support.openai_server import Server, serving

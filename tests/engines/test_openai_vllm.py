@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from rayloop.core.types import FinishReason, Sampling, Version
-from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.openai_http import OpenAiHttpEngine
 from rayloop.engines.models import hf_state, load_model
-from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine, full_logprobs, prompt, special
 

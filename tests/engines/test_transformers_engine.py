@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3VLConfig, Qwen3VLForCon
 
 from rayloop.core.failures import DataFailure, InfrastructureFailure, WorkerLost
 from rayloop.core.types import Cohort, Completion, FinishReason, Sampling, TokenPrompt, Version
-from rayloop.engines.generation import arrivals, transformers
+from rayloop.engines.generation import transformers
 from rayloop.engines.generation.decoding import Decoder, DecodeRequest
 from rayloop.engines.generation.transformers import TransformersEngine
 from rayloop.engines.models import hf_state, load_model
@@ -286,15 +286,15 @@ def test_requests_that_trickle_in_share_a_batch(tiny_text: Path, monkeypatch: py
         await asyncio.gather(*waiting)
         assert batches == [8, 1]
 
-    monkeypatch.setattr(arrivals, "FIRST", 0.5)
+    monkeypatch.setattr(transformers, "FIRST", 0.5)
     served(tiny_text, test, max_sequences=8)
 
 
 def test_a_batch_waits_twice_as_long_as_requests_kept_it_waiting_lately() -> None:
-    measured = arrivals.Arrivals()
-    assert measured.wait == arrivals.FIRST, "nothing is known"
+    measured = transformers.Arrivals()
+    assert measured.wait == transformers.FIRST, "nothing is known"
     measured.decoded([0.5], 0.4)
-    assert measured.wait == arrivals.FIRST, "one alone tells nothing"
+    assert measured.wait == transformers.FIRST, "one alone tells nothing"
     measured.decoded([1.0, 1.01, 1.015], 0.4)
     assert measured.wait == pytest.approx(0.02)
     measured.decoded([2.0] * 8, 0.4)
@@ -305,9 +305,9 @@ def test_a_batch_waits_twice_as_long_as_requests_kept_it_waiting_lately() -> Non
     assert measured.wait == pytest.approx(0.08), "what is far apart belongs to another batch"
     measured.decoded([4.0, 4.09], 0.4)
     assert measured.wait == pytest.approx(0.1), "no more than a quarter of what a batch takes"
-    for start in range(arrivals.BATCHES):
+    for start in range(transformers.BATCHES):
         measured.decoded([5.0 + start] * 2, 0.4)
-    assert measured.wait == arrivals.SHORTEST
+    assert measured.wait == transformers.SHORTEST
 
 
 def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_pause_waits_for_the_batch_and_holds_the_next(tiny_text: Path, monkeypat
         await engine.resume()
         await held
 
-    monkeypatch.setattr(arrivals, "FIRST", 0.0)
+    monkeypatch.setattr(transformers, "FIRST", 0.0)
     served(tiny_text, test)
 
 

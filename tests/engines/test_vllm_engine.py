@@ -12,9 +12,8 @@ import pytest
 
 from rayloop.core.failures import ConfigError, OverLongPrompt, WorkerLost
 from rayloop.core.types import Sampling, TokenPrompt
-from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.vllm_process import common_arguments
-from rayloop.engines.settings import ModelSettings, VllmEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
 from tests.contracts.test_engine import GREEDY, Served
 from tests.engines.prompts import prompt
 from tests.support.vllm_processes import engine_cores, engine_workers

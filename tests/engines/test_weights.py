@@ -14,10 +14,8 @@ from torch import Tensor
 from rayloop.core.failures import WeightSyncError
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
-from rayloop.transports.cuda_ipc import HandleReceiver, Handles, HandleSender
-from rayloop.transports.filesystem import FileReceiver, FileSender
 from rayloop.transports.manifest import manifest, verify
-from rayloop.transports.object_store import ArrayReceiver, ArraySender
+from rayloop.transports.plain import ArrayReceiver, ArraySender, FileReceiver, FileSender, HandleReceiver, Handles, HandleSender
 
 VERSION = Version(1, 7)
 

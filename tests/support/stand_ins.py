@@ -25,7 +25,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, RolloutRequest, Summary, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
-from rayloop.grpo.filters.table import build_filters
+from rayloop.grpo.filters import build_filters
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.rows import training_rows

@@ -24,7 +24,7 @@ from rayloop.core.events import Event
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig
-from rayloop.transports.choose import transport
+from rayloop.transports.seam import transport
 from tests.support.runs import settings
 
 

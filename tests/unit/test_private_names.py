@@ -25,9 +25,11 @@ ALLOWED: dict[str, set[str]] = {
         "_temp_dir=",
     },
     "rayloop/engines/attention.py": {"transformers.integrations.sdpa_attention", "_attn_implementation"},
-    "rayloop/engines/generation/vllm.py": {"vllm.v1.engine.async_llm"},
-    "rayloop/engines/generation/vllm_chat.py": {"vllm.v1.engine.async_llm"},
-    "rayloop/engines/generation/vllm_process.py": {"vllm.v1.engine.exceptions", "vllm.v1.metrics.ray_wrappers"},
+    "rayloop/engines/generation/vllm_process.py": {
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.exceptions",
+        "vllm.v1.metrics.ray_wrappers",
+    },
     "rayloop/engines/generation/vllm_worker.py": {
         "vllm.model_executor.layers.utils",
         "vllm.model_executor.layers.vocab_parallel_embedding",

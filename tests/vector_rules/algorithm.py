@@ -15,9 +15,15 @@ from rayloop.core.groups import Group, Scored
 from rayloop.core.types import EndReason, Task, TrajectoryId
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters, select
-from rayloop.grpo.filters.base import Filter
-from rayloop.grpo.filters.equal_rewards import EqualRewards
-from rayloop.grpo.filters.members import ImagesConsistent, KeepEndReasons, MaxLength, PositiveNegativeAdvantage, ToolImage
+from rayloop.grpo.filters import (
+    EqualRewards,
+    Filter,
+    ImagesConsistent,
+    KeepEndReasons,
+    MaxLength,
+    PositiveNegativeAdvantage,
+    ToolImage,
+)
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.replay import ReplayBuffer, ReplayRules
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, LossSettings, ReplaySettings

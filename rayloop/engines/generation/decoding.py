@@ -1,7 +1,5 @@
-"""Decoding one batch of sequences with a transformers model: prefill each distinct prompt once, then token by token.
-
-Shapes: U distinct prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 for Qwen-VL).
-"""
+"""Decodes one batch of sequences with a transformers model: prefills each distinct prompt once, then goes token by token. Shapes: U
+distinct prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 for Qwen-VL)."""
 
 from __future__ import annotations
 
@@ -25,10 +23,8 @@ from rayloop.engines.models import POOLED_MODELS, Vision, positions, tensor_cach
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and per image what the model takes.
-
-    That is its features [tokens, hidden], or its pixels [patches, dim] for a model that mixes features into many layers.
-    """
+    """As tensors: ``token_ids`` [T], ``positions`` [R, T], ``grids`` [n, 3], and per image what the model takes. That is its
+    features [tokens, hidden], or its pixels [patches, dim] for a model that mixes features into many layers."""
 
     token_ids: Tensor
     positions: Tensor
@@ -179,7 +175,8 @@ class _Batch:
                 return
             if 2 * self._live.sum() <= len(self._live):
                 tokens = self._compact(tokens)
-            logits = self._step(tokens)
+            logits = self._forward(self._positions, input_ids=tokens[:, None])
+            self._positions = self._positions + 1
 
     def _prefill(self, prompts: Sequence[Prompt]) -> Tensor:
         """Logits [U, V] after the prompts, left-padded to one length; sets cache, mask and next positions."""
@@ -196,7 +193,7 @@ class _Batch:
         self._cache = DynamicCache(config=self._model.config)
         self._cache.layers = [_AppendedLayer() if type(layer) is DynamicLayer else layer for layer in self._cache.layers]
         self._length = 0
-        self._positions = self._next_positions(position_ids).to(self._device)
+        self._positions: Tensor = self._next_positions(position_ids).to(self._device)
         return self._forward(position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device)))
 
     def _inputs(self, prompts: Sequence[Prompt], token_ids: Tensor) -> dict[str, Tensor]:
@@ -219,11 +216,6 @@ class _Batch:
         if len(position_ids) > 1:
             following[1:] = following[1:].amax(0)
         return following + 1
-
-    def _step(self, tokens: Tensor) -> Tensor:
-        logits = self._forward(self._positions, input_ids=tokens[:, None])
-        self._positions = self._positions + 1
-        return logits
 
     def _forward(self, position_ids: Tensor, **inputs: Tensor) -> Tensor:
         """Logits [B, V] of the last of the new tokens, whose ``position_ids`` are [R, B, n]."""

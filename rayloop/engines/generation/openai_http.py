@@ -1,8 +1,5 @@
-"""Generation by any server with the OpenAI interface, over HTTP: for evaluation, and for training where the server allows it.
-
-Training needs the sampled token ids with their log-probs, and a server that loads what the trainer publishes: samples of a
-server whose weights never change are off-policy from the second step on.
-"""
+"""Generation by any server with the OpenAI interface, over HTTP: for evaluation, and for training with a server that returns token
+ids with log-probs and loads the synced weights. Samples of other weights are off-policy from the second step on."""
 
 from __future__ import annotations
 
@@ -26,9 +23,8 @@ from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.models import save_model
-from rayloop.engines.settings import ModelSettings, OpenAiHttpEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
 from rayloop.transports.manifest import verify
 
 BUSY = frozenset({408, 409, 425, 429})
@@ -97,15 +93,13 @@ class OpenAiHttpEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Write a model folder and have the server load it. Raises WeightSyncError, ConfigError before the first one.
-
-        ``tensors`` [name] are whole and on the CPU.
-        """
+        """Write a model folder and have the server load it. Raises WeightSyncError, ConfigError before the first one. ``tensors``
+        [name] are whole and on the CPU."""
         if not self._settings.update:
             raise ConfigError(f"rollout.engine: {self._url} takes no weights (rollout.engine.update is empty)")
         first, self._version = self._version is None, None
-        if first:
-            await self._check()
+        if first:  # raises ConfigError when the server's answers cannot be trained on
+            await self._tokens(TokenPrompt((0,)), Sampling(max_tokens=1), Version(0, 0))
         target = self._folder / f"weights-{manifest.version}"
         await asyncio.to_thread(self._write, manifest, tensors, target)
         for path, body in self._settings.update.items():
@@ -117,10 +111,6 @@ class OpenAiHttpEngine:
     def health(self) -> EngineHealth:
         """Version and running requests."""
         return EngineHealth(self._version, self._running, 0)
-
-    async def _check(self) -> None:
-        """A request of one token: raises ConfigError when the server's answers cannot be trained on."""
-        await self._tokens(TokenPrompt((0,)), Sampling(max_tokens=1), Version(0, 0))
 
     def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor], target: Path) -> None:
         verify(manifest, tensors)

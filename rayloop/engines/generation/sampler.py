@@ -1,8 +1,5 @@
-"""Sampling from the policy's distribution, for a batch of sequences or for one turn, and where a turn ends.
-
-The distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). All sequences of a
-batch are at the same position of their turn; B is their number, V the size of the vocabulary.
-"""
+"""Sampling from ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1), and where a turn ends. All B sequences
+of a batch are at the same position of their turn; V is the size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -19,10 +16,8 @@ from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, 
 
 
 def uniforms(seed: int, context: int, n: int) -> npt.NDArray[np.float64]:
-    """The uniform draws [n] in [0, 1) of one turn: a function of the request's seed and context length alone.
-
-    The context length keeps the turns of an episode apart when they share a seed.
-    """
+    """The uniform draws [n] in [0, 1) of one turn: a function of the request's seed and context length alone. The context length
+    keeps the turns of an episode apart when they share a seed."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), context]))).random(n)
 
 
@@ -42,10 +37,8 @@ class Sampler:
         self._draws = torch.from_numpy(draws).to(device)
 
     def sample(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B] int64, their log-probs [B] float32, and which are end tokens [B] bool.
-
-        ``logits`` [B, V] are those of ``position`` in the turn. Greedy sequences take the most likely token.
-        """
+        """Tokens [B] int64, their log-probs [B] float32, and which are end tokens [B] bool. ``logits`` [B, V] are those of
+        ``position`` in the turn. Greedy sequences take the most likely token."""
         mask = self._banned
         if position < self._longest_min:
             mask = mask | (self._ends & (position < self._min_tokens))
@@ -89,9 +82,7 @@ class StopStrings:
 
 class TurnSampler:
     """Samples one turn, for an engine that does not batch (docs/bring_your_own/engine.md). ``ids``: prompt and sampled tokens.
-
-    Raises DataFailure for a prompt without tokens, or with images.
-    """
+    Raises DataFailure for a prompt without tokens, or with images."""
 
     def __init__(self, prompt: TokenPrompt, sampling: Sampling, tokenizer: Tokenizer) -> None:
         if prompt.images or not prompt.token_ids:

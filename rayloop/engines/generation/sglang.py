@@ -1,7 +1,5 @@
-"""Generation with SGLang 0.5.23, in processes that ``sglang.Engine`` starts. Never exercised (docs/engines.md).
-
-Only coroutines of its tokenizer manager are called: the engine's own methods wait on an event loop that already runs here.
-"""
+"""Generation with SGLang 0.5.23, in processes that ``sglang.Engine`` starts. Never exercised (docs/engines.md). Only coroutines of
+its tokenizer manager are called: the engine's own methods wait on an event loop that already runs here."""
 
 from __future__ import annotations
 
@@ -20,11 +18,9 @@ from transformers import AutoConfig
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.engines.generation.build import EnginePlace
-from rayloop.engines.generation.prompts import collapsed, picture
-from rayloop.engines.models import has_vision
-from rayloop.engines.settings import ModelSettings, SglangEngineSettings
-from rayloop.transports.buckets import buckets
+from rayloop.engines.models import collapsed, has_vision, picture
+from rayloop.engines.settings import EnginePlace, ModelSettings, SglangEngineSettings
+from rayloop.transports.collective import buckets
 from rayloop.transports.manifest import verify
 
 TESTED = "0.5.23"
@@ -94,10 +90,8 @@ class SglangEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises WeightSyncError.
-
-        SGLang says nothing of tensors that it misses.
-        """
+        """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises WeightSyncError. SGLang
+        says nothing of tensors that it misses."""
         self._version = None
         await asyncio.to_thread(verify, manifest, tensors)
         if missing := sorted(self._names - tensors.keys()):
@@ -155,10 +149,8 @@ def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str,
 
 
 def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
-    """SGLang's sampling parameters. Its log-probs are those of the masked logits divided by the temperature.
-
-    Not ``ignore_eos``, as for vLLM: SGLang then ignores ``stop_token_ids``, too.
-    """
+    """SGLang's sampling parameters. Its log-probs are those of the masked logits divided by the temperature. Not ``ignore_eos``, as
+    for vLLM: SGLang then ignores ``stop_token_ids``, too."""
     return {
         "temperature": sampling.temperature, "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": min(sampling.min_tokens, sampling.max_tokens),

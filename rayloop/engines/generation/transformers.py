@@ -1,17 +1,17 @@
-"""Generation with Hugging Face transformers: queues requests, decodes them in batches, one batch at a time.
-
-The event loop chooses batches; a single worker thread uses the model. A batch that has started takes no further requests, and
-each of its turns is returned when it ends.
-"""
+"""Generation with Hugging Face transformers. The event loop chooses batches; a single worker thread decodes one batch at a time. A
+batch that has started takes no further requests, and each of its turns is returned when it ends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -20,12 +20,41 @@ from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import InfrastructureFailure, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
-from rayloop.engines.generation.arrivals import Arrivals
-from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.decoding import Decoder, DecodeRequest
 from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision
-from rayloop.engines.settings import ModelSettings, TransformersEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, TransformersEngineSettings
 from rayloop.transports.manifest import DTYPES
+
+FIRST = 0.05
+"""Seconds to wait before the first batch."""
+SHORTEST = 0.002
+SHARE = 0.25
+"""Longest wait, as a share of the last batches' mean duration. Longer pauses separate batches and do not count."""
+BATCHES = 8
+"""Number of last batches whose pauses count."""
+
+
+class Arrivals:
+    """A batch that is not full starts when no request came for ``wait`` seconds: twice the longest pause of the last batches. Too
+    early leaves requests to a second batch, which takes nearly as long; a long wait delays all."""
+
+    def __init__(self) -> None:
+        self.wait = FIRST
+        self._last = float("-inf")
+        self._pauses: deque[float] = deque(maxlen=BATCHES)
+        self._seconds: deque[float] = deque(maxlen=BATCHES)
+
+    def decoded(self, arrivals: Sequence[float], seconds: float) -> None:
+        """Count a batch that took ``seconds``, whose requests came at ``arrivals`` (seconds, ascending). A short pause before its
+        first request counts: that request just missed the previous batch."""
+        self._seconds.append(seconds)
+        longest = SHARE * mean(self._seconds)
+        pauses = [later - earlier for earlier, later in pairwise((self._last, *arrivals))]
+        self._last = arrivals[-1]
+        if known := [pause for pause in pauses if pause <= longest]:
+            self._pauses.append(max(known))
+            self.wait = min(max(2 * max(self._pauses), SHORTEST), max(longest, SHORTEST))
+
 
 COHORT_WAIT = 120.0
 """Seconds to wait, with ``rollout.deterministic``, for all members of a group (a cohort). Then the waiting members fail and are
@@ -89,10 +118,8 @@ class TransformersEngine:
         self._changed.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Verify, then copy into the model in place (a tied head follows its embedding). Raises WeightSyncError.
-
-        ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
-        """
+        """Verify, then copy into the model in place (a tied head follows its embedding). Raises WeightSyncError. ``tensors`` [name]
+        are whole and on any device; they are converted to the engine's dtype."""
         self._version = None
         await asyncio.get_running_loop().run_in_executor(self._worker, self._copy, manifest, tensors)
         self._left.clear()  # a restored run plays its groups again under their old names
@@ -123,7 +150,7 @@ class TransformersEngine:
             self._running, began = batch, loop.time()
             self._idle.clear()
             try:
-                await loop.run_in_executor(self._worker, self._decode, batch, version, loop)
+                await loop.run_in_executor(self._worker, self._decoder.decode, [_row(one, version, loop) for one in batch])
             except Exception as error:  # the callers get it, and the next batch is tried
                 for request in batch:
                     _fail(request, WorkerLost(f"decoding a batch of {len(batch)} failed: {error!r}"), error)
@@ -135,11 +162,9 @@ class TransformersEngine:
     async def _wait(self, seconds: float | None) -> None:
         """Until a request, a departure or ``resume`` arrives, at most ``seconds``."""
         self._changed.clear()
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
-        except TimeoutError:
-            return
 
     def _choose(self, now: float) -> tuple[list[_Request], float | None]:
         """The next batch, or an empty one and the seconds until a waiting period ends."""
@@ -153,11 +178,15 @@ class TransformersEngine:
         deadlines: list[float] = []
         for cohort, members in self._cohorts().items():
             deadlines.append(members[0].arrival + COHORT_WAIT)
-            missing = self._missing(cohort, members)
+            size = members[0].prompt.cohort.size if members[0].prompt.cohort else 0
+            missing = size - self._left[cohort] - len(members)
             if missing <= 0:
                 return sorted(members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)), None
             if now >= deadlines[-1]:
-                self._give_up(cohort, members, missing)
+                waited = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
+                why = f"rollout.deterministic: {waited}. Give the machine less to do, or leave deterministic out"
+                for request in members:  # a batch without the missing ones would give other bits than a repeated run
+                    _fail(request, InfrastructureFailure(why))
                 return [], 0.0
         if free := [request for request in self._waiting if request.prompt.cohort is None]:
             deadlines.append(free[-1].arrival + self._arrivals.wait)
@@ -165,27 +194,12 @@ class TransformersEngine:
                 return free[: self._settings.max_sequences], None
         return [], max(0.0, min(deadlines) - now)
 
-    def _missing(self, cohort: str, members: list[_Request]) -> int:
-        size = members[0].prompt.cohort.size if members[0].prompt.cohort else 0
-        return size - self._left[cohort] - len(members)
-
-    def _give_up(self, cohort: str, members: list[_Request], missing: int) -> None:
-        """Fail the waiting members: a batch without the missing ones would silently give other bits than a repeated run."""
-        waited = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
-        why = f"rollout.deterministic: {waited}. Give the machine less to do, or leave deterministic out"
-        for request in members:
-            _fail(request, InfrastructureFailure(why))
-
     def _cohorts(self) -> dict[str, list[_Request]]:
         cohorts: dict[str, list[_Request]] = {}
         for request in self._waiting:
             if request.prompt.cohort is not None:
                 cohorts.setdefault(request.prompt.cohort.key, []).append(request)
         return cohorts
-
-    def _decode(self, batch: list[_Request], version: Version, loop: asyncio.AbstractEventLoop) -> None:
-        """In the worker thread."""
-        self._decoder.decode([_row(request, version, loop) for request in batch])
 
     def _copy(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """In the worker thread, hence never while a batch is decoded."""

@@ -1,7 +1,5 @@
-"""Generation with vLLM: its ``AsyncLLM`` in the rollout actor, its engine and workers in processes below the actor.
-
-The same code runs on GPUs and on CPU. What happens inside of the workers is in vllm_worker.py.
-"""
+"""Generation with vLLM, on GPUs and on CPU: its ``AsyncLLM`` runs in the rollout actor, its engine and workers in processes below
+the actor (vllm_worker.py)."""
 
 from __future__ import annotations
 
@@ -22,12 +20,19 @@ from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, WeightS
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version, derive
-from rayloop.engines.generation.build import EnginePlace
-from rayloop.engines.generation.prompts import collapsed, picture
-from rayloop.engines.generation.vllm_process import VllmLoad, alive, answered, common_arguments, prepare, stat_loggers, usage
+from rayloop.engines.generation.vllm_process import (
+    VllmLoad,
+    alive,
+    answered,
+    common_arguments,
+    output,
+    prepare,
+    start,
+    stat_loggers,
+)
 from rayloop.engines.generation.vllm_worker import write
-from rayloop.engines.models import has_vision
-from rayloop.engines.settings import ModelSettings, VllmEngineSettings
+from rayloop.engines.models import collapsed, has_vision, picture
+from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
 
 RETRIES = (0.05, 0.5, 2.0)
 """Seconds of pause before each further attempt at a request that vLLM gave up, which says nothing about the engine."""
@@ -39,9 +44,6 @@ class VllmEngine:
     def __init__(self, model: ModelSettings, settings: VllmEngineSettings, place: EnginePlace) -> None:
         """With ``place.name``, which needs a Ray process, vLLM's metrics go to Ray's under this name."""
         prepare(settings, place.scratch())
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
         self._settings = settings
         self._vision = has_vision(config)
@@ -50,9 +52,7 @@ class VllmEngine:
             self._patch: int = config.vision_config.patch_size
         self._load = VllmLoad()
         arguments = {"served_model_name": place.name} | _arguments(model, settings, self._vision)
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(**arguments), usage_context=usage(), stat_loggers=stat_loggers(self._load, place.name)
-        )
+        self._llm = start(arguments, stat_loggers(self._load, place.name))
         self._limit: int = self._llm.model_config.max_model_len
         self._version: Version | None = None
         self._failed_loads = 0
@@ -66,11 +66,9 @@ class VllmEngine:
         self._open.set()
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn; its version is the one under which it was begun. A cancelled call ends the request.
-
-        Raises WorkerLost without loaded weights and when vLLM's processes are gone, InfrastructureFailure when vLLM gives the
-        request up again and again, OverLongPrompt, and DataFailure for a prompt that cannot be used.
-        """
+        """Sample one turn; its version is that of its beginning. A cancelled call ends the request. Raises WorkerLost without
+        loaded weights and when vLLM's processes are gone, InfrastructureFailure when vLLM gives the request up again and again,
+        OverLongPrompt, DataFailure."""
         completion = await self._completed(prompt, sampling)
         for pause in RETRIES:
             if completion is None:
@@ -97,21 +95,16 @@ class VllmEngine:
         entered = self._entering[number] = asyncio.Event()
         self._running += 1
         try:
-            output = await answered(self._llm, self._sample(given, parameters, number))
+            sampled = await output(self._llm, given, parameters, number)
         finally:
             self._running -= 1
             self._entering.pop(number, None)
             entered.set()
         if self._failed_loads != failed:
             raise WorkerLost("a load failed while the request was running")
-        if output.finish_reason == "error":
+        if sampled.finish_reason == "error":
             return None
-        return Completion(tuple(output.token_ids), tuple(output.logprobs.logprobs), _finish(output), version)
-
-    async def _sample(self, prompt: Any, parameters: Any, number: str) -> Any:
-        async for answer in self._llm.generate(prompt, parameters, number):
-            output = answer.outputs[0]
-        return output
+        return Completion(tuple(sampled.token_ids), tuple(sampled.logprobs.logprobs), _finish(sampled), version)
 
     def _announced(self, add_request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """Returns vLLM's ``add_request``, which then also sets the request's event when the scheduler has the request."""
@@ -129,10 +122,8 @@ class VllmEngine:
         """Does nothing: vLLM batches."""
 
     async def pause(self) -> None:
-        """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well.
-
-        Those that vLLM is still preparing are let in first: they carry the salt and the version of the present weights.
-        """
+        """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well. Those that
+        vLLM is still preparing are let in first: they carry the salt and the version of the present weights."""
         self._open.clear()
         clear = self._settings.inflight == "recompute"
         try:
@@ -149,10 +140,8 @@ class VllmEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Give the tensors to the workers, which verify them. Raises WeightSyncError.
-
-        ``tensors`` [name] are whole and on any device; they are converted to the engine's dtype.
-        """
+        """Give the tensors to the workers, which verify them. Raises WeightSyncError. ``tensors`` [name] are whole and on any
+        device; they are converted to the engine's dtype."""
         self._version = None  # an answer that arrives meanwhile was sampled before it
         try:
             await self._take(manifest, tensors)
@@ -166,7 +155,7 @@ class VllmEngine:
             await answered(self._llm, self._llm.collective_rpc("forget_names"))
             await asyncio.to_thread(write, file, manifest, tensors)
             arguments = (path, pickle.dumps(manifest))
-            faults = await answered(self._llm, self._llm.collective_rpc("take_published", args=arguments))
+            faults = await answered(self._llm, self._llm.collective_rpc("take_weights", args=arguments))
             await answered(self._llm, self._llm.reset_encoder_cache())
         if fault := next(filter(None, faults), None):
             raise WeightSyncError(fault)
@@ -213,10 +202,8 @@ def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool)
 
 
 def _parameters(prompt: TokenPrompt, sampling: Sampling) -> Any:
-    """vLLM's sampling parameters. The context length keeps the turns of an episode apart when they share a seed.
-
-    During ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens`` when there are any.
-    """
+    """vLLM's sampling parameters. The context length keeps the turns of an episode apart when they share a seed. During
+    ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens`` when there are any."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,7 +1,5 @@
-"""Chat completions by vLLM in this process, with the weights of the model's folder: the engine of a judge.
-
-Requests and answers have OpenAI's form. Text only. Prefixes that prompts share are computed once.
-"""
+"""Chat completions by vLLM in this process, text only, with the weights of the model's folder: the engine of a judge. Requests and
+answers have OpenAI's form."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rayloop.core.failures import WorkerLost
-from rayloop.engines.generation.vllm_process import alive, answered, common_arguments, prepare, usage
+from rayloop.engines.generation.vllm_process import alive, common_arguments, output, prepare, start
 from rayloop.engines.settings import VllmEngineSettings
 
 
@@ -31,13 +29,9 @@ class VllmChat:
     def __init__(self, model: str, settings: VllmEngineSettings, folder: str, name: str = "") -> None:
         """``model``: a folder; ``name``: the name in answers; ``folder``: for temporary files, removed by the caller."""
         prepare(settings, folder)
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         self._name = name or model
         self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-        arguments = AsyncEngineArgs(**_arguments(model, settings))
-        self._llm = AsyncLLM.from_engine_args(arguments, usage_context=usage())
+        self._llm = start(_arguments(model, settings))
         self._limit: int = self._llm.model_config.max_model_len
         self._serial = itertools.count()
 
@@ -47,17 +41,13 @@ class VllmChat:
         if len(ids) >= self._limit:
             raise TooLong(f"the prompt has {len(ids)} tokens, the limit is {self._limit - 1}")
         try:
-            output = await answered(self._llm, self._sample(ids, _parameters(body, self._limit - len(ids))))
+            parameters = _parameters(body, self._limit - len(ids))
+            answer = await output(self._llm, {"prompt_token_ids": ids}, parameters, f"chat-{next(self._serial)}")
         except ValueError as error:
             raise RequestRefused(str(error)) from error
-        if output.finish_reason not in ("stop", "length"):
-            raise WorkerLost(f"vLLM ended a request: {output.finish_reason}")
-        return self._answer(ids, output)
-
-    async def _sample(self, ids: Sequence[int], parameters: Any) -> Any:
-        async for answer in self._llm.generate({"prompt_token_ids": ids}, parameters, f"chat-{next(self._serial)}"):
-            output = answer.outputs[0]
-        return output
+        if answer.finish_reason not in ("stop", "length"):
+            raise WorkerLost(f"vLLM ended a request: {answer.finish_reason}")
+        return self._answer(ids, answer)
 
     def alive(self) -> None:
         """Raises WorkerLost when vLLM's processes are gone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -27,10 +27,8 @@ LIVENESS = 1.0
 
 
 def prepare(settings: VllmEngineSettings, folder: str) -> None:
-    """Set the environment that vLLM and its processes read, sockets and temporary files in ``folder``.
-
-    Raises ConfigError when vLLM is missing or of an untested version.
-    """
+    """Set the environment that vLLM and its processes read, sockets and temporary files in ``folder``. Raises ConfigError when vLLM
+    is missing or of an untested version."""
     if settings.extra.get("enforce_eager"):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ |= {
@@ -114,21 +112,31 @@ class VllmLoad:
         if scheduler_stats is not None:
             self.waiting, self.cache = scheduler_stats.num_waiting_reqs, scheduler_stats.kv_cache_usage
 
-    def log_engine_initialized(self) -> None:
+    def log(self, *state: Any) -> None:
         """Does nothing."""
 
-    def log(self) -> None:
-        """Does nothing."""
-
-    def record_sleep_state(self, *state: Any) -> None:
-        """Does nothing."""
+    log_engine_initialized = record_sleep_state = log
 
 
-def usage() -> Any:
-    """Returns the usage with which ``from_engine_args`` chooses tokens per step by device: 16,384 on an H100, else 2,048."""
+def start(arguments: Mapping[str, Any], loggers: Sequence[Any] | None = None) -> Any:
+    """Returns an ``AsyncLLM``. The usage lets vLLM choose the tokens of a step by device: 16,384 on an H100, else 2,048."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-    return UsageContext.LLM_CLASS
+    settings = AsyncEngineArgs(**arguments)
+    return AsyncLLM.from_engine_args(settings, usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers)
+
+
+async def output(llm: Any, prompt: Mapping[str, Any], parameters: Any, number: str) -> Any:
+    """Returns what vLLM generated for the request ``number``. Raises WorkerLost as ``answered`` does."""
+
+    async def last() -> Any:
+        async for answer in llm.generate(prompt, parameters, number):
+            found = answer.outputs[0]
+        return found
+
+    return await answered(llm, last())
 
 
 def stat_loggers(load: VllmLoad, name: str | None) -> list[Any]:

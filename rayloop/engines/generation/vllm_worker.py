@@ -41,11 +41,9 @@ class VllmWorker:
         for path in SHARED.findall(Path("/proc/self/maps").read_text(encoding="utf-8")):
             Path(path).unlink(missing_ok=True)
 
-    def take_published(self, path: str, packed: bytes) -> str:
-        """Verify and load the tensors that ``write`` put into the file. Returns the fault, or an empty string.
-
-        The old weights stay when verifying finds a fault.
-        """
+    def take_weights(self, path: str, packed: bytes) -> str:
+        """Verify and load the tensors that ``write`` put into the file. Returns the fault, or an empty string. The old weights stay
+        when verifying finds a fault."""
         manifest: Manifest = pickle.loads(packed)
         try:
             with open(path, "rb") as file:

@@ -1,8 +1,5 @@
-"""Makes packed batches of trajectories for one model: positions, pixels, and the dummy image of text-only batches.
-
-Threads decode images ahead of the device: a sample has futures, which its batch waits for. While the device computes one batch, a
-thread packs the next. Images and prompt positions that a group shares are made once.
-"""
+"""Makes packed batches of trajectories for one model. Threads decode images ahead of the device, and pack the next batch while the
+device computes one. Images and prompt positions that a group shares are made once."""
 
 from __future__ import annotations
 
@@ -53,10 +50,8 @@ class Collator:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def sample(self, item: TrainItem, *, swap_images: bool = False) -> TrainSample:
-        """One trajectory as tensors; with ``swap_images`` its images are replaced by visibly different ones.
-
-        Raises ValueError (see make_sample). ``batch`` raises for an image that is missing, corrupt or of another grid.
-        """
+        """One trajectory as tensors; with ``swap_images`` its images are replaced by visibly different ones. Raises ValueError (see
+        make_sample). ``batch`` raises for an image that is missing, corrupt or of another grid."""
         trajectory, flat = item.trajectory, item.trajectory.flatten()
         pixels = [self._pixels(image, trajectory, swap_images) for image in trajectory.images]
         return make_sample(item, flat, self._position_ids(trajectory, flat), pixels)
@@ -70,11 +65,8 @@ class Collator:
 
     def batch(self, samples: Sequence[TrainSample]) -> Batch:
         """Pack samples on the device, or nothing at all into a batch that predicts nothing. Raises DataFailure for an image that is
-        missing, corrupt or of another grid.
-
-        Every batch of a vision model has an image, if only a dummy behind the text: FSDP needs the ranks to run the
-        same modules, and gloo aborts the process when they do not.
-        """
+        missing, corrupt or of another grid. Every batch of a vision model has an image, if only a dummy: FSDP needs the ranks to
+        run the same modules, and gloo aborts the process when they do not."""
         return self._packed(samples).to(self._device)
 
     def ahead(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:

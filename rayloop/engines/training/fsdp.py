@@ -1,8 +1,6 @@
-"""One rank of the trainer: GRPO updates (arXiv:2402.03300) with PyTorch FSDP2, gloo on CPU and NCCL on GPU.
-
-The result of an update does not depend on world size, micro-batches, packing or the order of ranks: every token's
-weight comes from one denominator over all ranks, and gradients are sums (docs/algorithm.md, section 6).
-"""
+"""One rank of the trainer: GRPO updates (arXiv:2402.03300) with PyTorch FSDP2, gloo on CPU and NCCL on GPU. World size,
+micro-batches, packing and the order of ranks do not change an update: every token's weight comes from one denominator over all
+ranks, and gradients are sums (docs/algorithm.md, section 6)."""
 
 from __future__ import annotations
 
@@ -27,19 +25,17 @@ from rayloop.core.files import Checksum
 from rayloop.core.protocols import TrainItem
 from rayloop.core.threads import asked, settle, start
 from rayloop.core.types import Trajectory, Version, derive
+from rayloop.engines.machine import keep_freed
 from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
 from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator
-from rayloop.engines.training.heap import keep_freed
 from rayloop.engines.training.lora import adapter_names, adapters_off, add_adapters, base_name, is_adapter, merged
 from rayloop.engines.training.optimizer import Optimizer, OptimizerStep
 from rayloop.engines.training.scorer import Scorer, score
 from rayloop.engines.training.sharding import add_noise, from_first, gather, join, local, on_all_ranks, shard, total
-from rayloop.grpo.batch import Batch, TrainSample
-from rayloop.grpo.loss import Denominator, policy_loss, token_weights
-from rayloop.grpo.metrics import LossMetrics
-from rayloop.grpo.segments import by_segment, segmented
+from rayloop.grpo.batch import Batch, TrainSample, by_segment, segmented
+from rayloop.grpo.loss import Denominator, LossMetrics, policy_loss, token_weights
 from rayloop.grpo.settings import LossSettings
 from rayloop.transports.manifest import DTYPES
 
@@ -62,9 +58,7 @@ class Update:
 
 class FsdpEngine:
     """One rank of the trainer. All methods but ``parameter_groups`` are collective: all ranks call them, each with its own share.
-
-    ``init_method``: torch.distributed's, or the ranks' store; None: the default process group exists already.
-    """
+    ``init_method``: torch.distributed's, or the ranks' store; None: the default process group exists already."""
 
     def __init__(
         self,
@@ -118,11 +112,9 @@ class FsdpEngine:
         dist.destroy_process_group()
 
     def train(self, mini_batches: Sequence[Sequence[TrainItem]]) -> dict[str, float]:
-        """One optimizer update per mini-batch, in order; each holds this rank's share, which may be empty.
-
-        Raises ValueError when the ranks pass different numbers of mini-batches, DataFailure for an unusable image on
-        any rank, and Diverged when too many updates in a row had to be skipped.
-        """
+        """One optimizer update per mini-batch, in order; each holds this rank's share, which may be empty. Raises ValueError when
+        the ranks pass different numbers of mini-batches, DataFailure for an unusable image on any rank, Diverged after too many
+        skipped updates in a row."""
         began = time.perf_counter()
         counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
         if counts[0] != -counts[1]:
@@ -227,10 +219,8 @@ class FsdpEngine:
     def logprobs(
         self, trajectories: Sequence[Trajectory], *, reference: bool = False, swap_images: bool = False
     ) -> list[npt.NDArray[np.float32]]:
-        """One array [sampled_tokens] per trajectory of this rank, under the current weights.
-
-        ``reference``: with the adapter off; ConfigError without LoRA. ``swap_images``: with every image replaced.
-        """
+        """One array [sampled_tokens] per trajectory of this rank, under the current weights. ``reference``: with the adapter off;
+        ConfigError without LoRA. ``swap_images``: with every image replaced."""
         if reference and self._settings.lora is None:
             raise ConfigError("reference: adapter_off needs policy.engine.lora; use reference: actor for full fine-tuning")
 
@@ -249,10 +239,8 @@ class FsdpEngine:
         return scores
 
     def export(self, version: Version) -> dict[str, Tensor]:
-        """The full weights on the CPU in the compute dtype under their checkpoint names on rank 0, nothing elsewhere.
-
-        Adapters are merged in float32 into copies. ``version`` is only what the weights will be called.
-        """
+        """The full weights on the CPU in the compute dtype under their checkpoint names on rank 0, nothing elsewhere. Adapters are
+        merged in float32 into copies. ``version`` is only what the weights will be called."""
         dtype = DTYPES[self._settings.dtype]
         logger.info("gathering the weights of version %s", version)
         tensors: dict[str, Tensor] = {}
@@ -277,10 +265,8 @@ class FsdpEngine:
         return list(model_groups(self._names.values()))
 
     def perturb(self, group: str) -> None:
-        """Add visible noise to one part of the model; ``restore_parameters`` undoes it bit for bit.
-
-        Raises ValueError for an unknown group, and when the last perturbation has not been undone.
-        """
+        """Add visible noise to one part of the model; ``restore_parameters`` undoes it bit for bit. Raises ValueError for an
+        unknown group, and when the last perturbation has not been undone."""
         groups = model_groups(self._names.values())
         if group not in groups or self._unperturbed:
             raise ValueError(f"cannot perturb {group!r}: choose one of {list(groups)}, and restore_parameters in between")
@@ -298,11 +284,9 @@ class FsdpEngine:
         self._unperturbed = {}
 
     def save(self, folder: str) -> dict[str, Checksum]:
-        """Write the trained parameters, the optimizer, its position in the schedule and the random states.
-
-        Returns name -> checksum of the files that this rank wrote. Frozen parameters, which are those of ``model.path``, are not
-        written. Raises CheckpointError, also between ``perturb`` and ``restore_parameters``.
-        """
+        """Write the trained parameters, the optimizer, its position in the schedule and the random states, not the frozen
+        parameters. Returns name -> checksum of the files that this rank wrote. Raises CheckpointError, also for perturbed
+        weights."""
         return state.save(folder, self._saved(folder), self._rank)
 
     def begin_save(self, folder: str) -> Future[dict[str, Checksum]]:

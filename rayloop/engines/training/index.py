@@ -28,10 +28,8 @@ _NAMES = re.compile(r"rank_\d+\.bin|__\d+_\d+\.distcp")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A rectangle of a tensor: where it begins (``at``) and its ``shape``; where its bytes are.
-
-    ``crc32`` is None in schema 2, where the bytes are a file of ``torch.save``.
-    """
+    """A rectangle of a tensor: where it begins (``at``) and its ``shape``; where its bytes are. ``crc32`` is None in schema 2,
+    where the bytes are a file of ``torch.save``."""
 
     at: tuple[int, ...]
     shape: tuple[int, ...]
@@ -102,10 +100,8 @@ def _checked(name: str, entry: TensorEntry) -> TensorEntry:
 
 
 def read_schema_2(file: IO[bytes]) -> dict[str, TensorEntry]:
-    """The entries of a ``.metadata`` of torch.distributed.checkpoint. Nothing in it is looked up outside this module.
-
-    Raises ValueError when it holds anything but tensors, or is broken.
-    """
+    """The entries of a ``.metadata`` of torch.distributed.checkpoint. Nothing in it is looked up outside this module. Raises
+    ValueError when it holds anything but tensors, or is broken."""
     try:
         found = _Reader(file).load()
         places = {(index.fqn, tuple(index.offset or ())): info for index, info in found.storage_data.items()}

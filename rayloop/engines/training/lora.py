@@ -1,7 +1,4 @@
-"""Low-rank adapters in the trainer: where they go, how they are switched off, and how they are merged for export.
-
-peft is imported where it is used: a trainer without adapters starts without it.
-"""
+"""Low-rank adapters in the trainer. peft is imported where it is used: a trainer without adapters starts without it."""
 
 from __future__ import annotations
 
@@ -20,11 +17,8 @@ ADAPTER = "default"
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, checkpoint_names: Mapping[str, str]) -> None:
-    """Freeze the model and put adapters on its linear layers named in ``targets``, in place.
-
-    The vision tower's layers have partly the same names as the language model's: they are adapted only with ``vision``.
-    Raises ConfigError when no layer has such a name.
-    """
+    """Freeze the model and put adapters on its linear layers named in ``targets``, in place; on those of the vision tower, partly
+    of the same names, only with ``vision``. Raises ConfigError when there is no layer to adapt."""
     from peft import LoraConfig, inject_adapter_in_model
 
     groups = model_groups(checkpoint_names.values())

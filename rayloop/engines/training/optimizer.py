@@ -23,10 +23,8 @@ DECAY = 0.3
 
 
 def learning_rate(settings: OptimizerSettings, update: int) -> float:
-    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to 0.
-
-    wsd is the warm-up, stable, decay schedule of Hu et al. 2024 (arXiv:2404.06395, section 4.2) with a linear decay.
-    """
+    """Learning rate of update number ``update`` (from 0): linear warm-up, then the schedule down to 0. wsd is the warm-up, stable,
+    decay schedule of Hu et al. 2024 (arXiv:2404.06395, section 4.2) with a linear decay."""
     if update < settings.warmup_steps:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant" or settings.total_updates is None:

@@ -1,7 +1,4 @@
-"""Log-probs of sampled tokens under a Hugging Face model; old, current and reference log-probs all come from here.
-
-The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1).
-"""
+"""Log-probs of sampled tokens under a Hugging Face model (docs/algorithm.md, section 1); old, current and reference log-probs."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from rayloop.engines.attention import use_packed_sdpa
 from rayloop.engines.models import load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
-from rayloop.grpo.batch import Batch, TrainSample
-from rayloop.grpo.segments import by_segment
+from rayloop.grpo.batch import Batch, TrainSample, by_segment
 from rayloop.transports.manifest import DTYPES
 
 
@@ -34,9 +30,7 @@ class Scores(NamedTuple):
 
 class Scorer(nn.Module):
     """A language model with its head, called on packed batches. ``chunk``: positions whose logits exist at a time.
-
-    ``learns_entropy``: the entropy has a gradient; otherwise it is measured only.
-    """
+    ``learns_entropy``: the entropy has a gradient; otherwise it is measured only."""
 
     def __init__(self, model: Any, chunk: int, *, learns_entropy: bool = False) -> None:
         super().__init__()

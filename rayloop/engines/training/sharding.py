@@ -27,10 +27,8 @@ LOADING = 4 * 3600.0
 
 
 def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> dist.TCPStore:
-    """Returns the store at (host, port) where ranks find each other. ``first`` opens it; port 0 is any free port.
-
-    It stays open, so that no other process takes the port before the ranks meet. Raises WorkerStartFailed.
-    """
+    """Returns the store at (host, port) where ranks find each other. ``first`` opens it; port 0 is any free port. It stays open, so
+    that no other process takes the port before the ranks meet. Raises WorkerStartFailed."""
     host, port = address
     try:
         return dist.TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=timeout))
@@ -150,9 +148,7 @@ def total(values: Iterable[float], device: torch.device, op: dist.ReduceOp.RedOp
 
 def on_all_ranks(build: Callable[[], T], within: float | None = None) -> T:
     """Returns ``build()``. A RayloopError or ValueError of one rank is raised on all, which would otherwise wait for that rank.
-
-    Collective. ``within``: seconds to wait for the others; None: as for any collective.
-    """
+    Collective. ``within``: seconds to wait for the others; None: as for any collective."""
     if dist.get_world_size() == 1:
         return build()
     waiting = None if within is None else dist.new_group(backend="gloo", timeout=timedelta(seconds=within))

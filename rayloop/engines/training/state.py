@@ -55,9 +55,7 @@ def save(
     random: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None,
 ) -> dict[str, Checksum]:  # fmt: skip
     """Write ``state`` (nested dicts of tensors) and this rank's random state: ``random``, or that of now. Raises CheckpointError.
-
-    Collective within ``group``; None: the default one. Returns name -> sum of the files that this rank has written.
-    """
+    Collective within ``group``; None: the default one. Returns name -> sum of the files that this rank has written."""
     writer = _Writer(Path(folder))
     try:
         dcp.save(state, storage_writer=writer, process_group=group)
@@ -70,12 +68,9 @@ def save(
 
 
 def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Checksum] = UNKNOWN) -> None:
-    """Overwrite ``state``'s tensors in place, and the random state if this rank saved one. Collective.
-
-    ``sums``: what ``save`` returned, of all ranks. Raises Damaged when a file that this rank reads, or of the tensors another one,
-    is not as it was written; CheckpointError when a tensor is missing, of another shape, or unreadable, or when there is anything
-    but tensors.
-    """
+    """Overwrite ``state``'s tensors in place, and the random state if this rank saved one. Collective. ``sums``: results of
+    ``save`` of all ranks. Raises Damaged when a file is not as it was written; CheckpointError when a tensor is missing, of another
+    shape, or unreadable, or when there is anything but tensors."""
     try:
         reader = _Reader(Path(folder), sums)  # here, since torch hides what reading an index raises
         dcp.load(state, storage_reader=reader)
@@ -101,13 +96,21 @@ def _words(error: Exception) -> str:
     return "; ".join(dict.fromkeys(str(one) or type(one).__name__ for one in _below(error)))
 
 
-class _Writer(StorageWriter):
+class _AnyFolder:
+    """Methods that torch wants of its reader and writer, and that do nothing here."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class _Writer(_AnyFolder, StorageWriter):
     """One file of pieces per rank, and the index on the rank that coordinates."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.sums = folder, dict[str, Checksum]()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
@@ -157,10 +160,6 @@ class _Writer(StorageWriter):
         sync(self._folder)
         self.sums[index.FILE] = Checksum().then(text)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
-
 
 def _at(pieces: Mapping[tuple[int, ...], Piece], at: tuple[int, ...]) -> Piece:
     """The piece that begins at ``at``; a whole tensor is written without an offset."""
@@ -173,7 +172,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
-class _Reader(StorageReader):
+class _Reader(_AnyFolder, StorageReader):
     """Pieces of files by their index; each compared with its sum before it is used."""
 
     def __init__(self, folder: Path, sums: Mapping[str, Checksum]) -> None:
@@ -182,8 +181,6 @@ class _Reader(StorageReader):
         self._pieces: dict[MetadataIndex, tuple[Piece, torch.dtype]] = {}
         self._compared: set[str] = set()
         self._metadata = self._read_index()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
     def read_metadata(self) -> Metadata:  # without keywords, for which torch would look for an index of each rank
         return self._metadata
@@ -239,10 +236,6 @@ class _Reader(StorageReader):
             raise Damaged(piece.file, f"the {piece.bytes:,} bytes at {piece.offset:,} are not those that were written")
         flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(piece.shape)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def random_state() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import EndReason
-from rayloop.grpo.filters.equal_rewards import equality
+from rayloop.grpo.filters import equality
 from rayloop.measure.intervals import calibration_error
 
 

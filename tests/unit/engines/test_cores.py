@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rayloop.engines import cores
-from rayloop.engines.cores import per_process, quota, usable
+from rayloop.engines import machine
+from rayloop.engines.machine import per_process, quota, usable
 from rayloop.run.config import RunConfig
 from tests.support.runs import settings
 
@@ -29,7 +29,7 @@ def threads(folder: Path, **changes: Any) -> tuple[int | None, int | None, int |
 
 
 def test_processes_that_compute_at_once_share_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "usable", lambda: 12)
+    monkeypatch.setattr(machine, "usable", lambda: 12)
     assert [per_process(n) for n in (0, 1, 5, 12, 32)] == [12, 12, 2, 1, 1]
     assert threads(tmp_path) == (12, 12, 6), "engines and trainer take turns; the reference scores while engines generate"
     assert threads(tmp_path, rollout__actors=3, policy__ranks=2) == (4, 6, 3)

@@ -19,11 +19,10 @@ import rayloop.engines.generation.vllm as module
 from rayloop.core.failures import InfrastructureFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, ImageRef, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation import vllm_worker
-from rayloop.engines.generation.build import EnginePlace
 from rayloop.engines.generation.vllm import RETRIES, VllmEngine
 from rayloop.engines.generation.vllm_process import common_arguments, prepare
 from rayloop.engines.generation.vllm_worker import VllmWorker
-from rayloop.engines.settings import ModelSettings, VllmEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
 from rayloop.run.config import RunConfig
 from rayloop.transports.manifest import manifest
 from tests.support.runs import settings

@@ -14,7 +14,7 @@ from rayloop.config.model import ModelSettings
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Trajectory
 from rayloop.envs.episode import FORGOTTEN, summarize
-from rayloop.grpo.segments import by_segment, segmented
+from rayloop.grpo.batch import by_segment, segmented
 from rayloop.rollout.plain import plain_trajectory, trajectory_from_plain
 from tests.support.scripted_engine import ScriptedEngine
 from tests.unit.envs.test_episode import END, TASK, run, scripted

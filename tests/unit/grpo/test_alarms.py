@@ -14,7 +14,7 @@ from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
 from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, correlation, reasons
-from rayloop.grpo.limits import Limit
+from rayloop.grpo.collapse import Limit
 from rayloop.rewards.functions import as_outcome
 
 LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)

@@ -13,9 +13,8 @@ from rayloop.core.failures import GenerationBudgetSpent
 from rayloop.core.groups import Group, Status, TrajectoryState
 from rayloop.core.types import EndReason, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.filtering import Enough, apply_filters, generation_verdict, select
-from rayloop.grpo.filters.equal_rewards import EqualRewards
-from rayloop.grpo.filters.members import ImagesConsistent, KeepEndReasons, MaxLength, PositiveNegativeAdvantage, ToolImage
+from rayloop.grpo.filtering import apply_filters, enough, select
+from rayloop.grpo.filters import EqualRewards, ImagesConsistent, KeepEndReasons, MaxLength, PositiveNegativeAdvantage, ToolImage
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings
 from tests.unit.groups import make_group
 
@@ -166,11 +165,11 @@ def test_where_groups_are_carried_over_none_is_passed_over_until_it_is_stale() -
 
 def test_refilling_goes_on_within_the_budget_then_trains_less_or_stops_with_counts() -> None:
     settings = FilteringSettings(max_generation_batches=3, min_fraction=0.5)
-    assert generation_verdict(8, 8, 1, settings, {}) == Enough.TRAIN
-    assert generation_verdict(0, 8, 2, settings, {}) == Enough.MORE
-    assert generation_verdict(4, 8, 3, settings, {}) == Enough.TRAIN
+    assert enough(8, 8, 1, settings, {})
+    assert not enough(0, 8, 2, settings, {})
+    assert enough(4, 8, 3, settings, {})
     with pytest.raises(GenerationBudgetSpent, match=r"3 of 8 .* 3 generation batches.*filtered\[all_wrong\] 21"):
-        generation_verdict(3, 8, 3, settings, {"filtered[all_wrong]": 21})
+        enough(3, 8, 3, settings, {"filtered[all_wrong]": 21})
 
 
 @given(st.integers(1, 64), st.integers(1, 6), st.data())
@@ -180,9 +179,9 @@ def test_refilling_always_ends(target: int, budget: int, data: st.DataObject) ->
     for batch in range(1, budget + 1):
         survivors += data.draw(st.integers(0, 8))
         try:
-            verdict = generation_verdict(survivors, target, batch, settings, {})
+            ended = enough(survivors, target, batch, settings, {})
         except GenerationBudgetSpent:
-            verdict = None
-        if verdict != Enough.MORE:
+            ended = True
+        if ended:
             break
-    assert verdict != Enough.MORE, "more was asked for beyond the budget"
+    assert ended, "more was asked for beyond the budget"

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayloop.grpo.loss import Denominator, k3, policy_loss, token_weights
-from rayloop.grpo.metrics import LossMetrics
+from rayloop.grpo.loss import Denominator, LossMetrics, k3, policy_loss, token_weights
 from rayloop.grpo.settings import LossSettings
 
 torch.set_num_threads(1)

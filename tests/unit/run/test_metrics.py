@@ -12,7 +12,7 @@ from benchmarks.pages.metrics import reference
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImagesSent, Summary, Task, TrajectoryId, Version
-from rayloop.grpo.metrics import LossMetrics
+from rayloop.grpo.loss import LossMetrics
 from rayloop.run.config import RunConfig
 from rayloop.run.records.metrics import METRICS, prometheus, validate
 from rayloop.run.records.step_metrics import Collected, step_metrics

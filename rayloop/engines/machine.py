@@ -1,0 +1,54 @@
+"""The process on its machine: the cores that it may use, and the memory that it keeps. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def quota(group: Path = CGROUP) -> float | None:
+    """Returns the control group's limit in cores (``docker --cpus``); None without a limit, and with version 1 of cgroups."""
+    try:
+        share, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return None if share == "max" else int(share) / int(period)
+
+
+def usable(group: Path = CGROUP) -> int:
+    """Returns whole cores, at least one: the process's affinity, cut to the control group's limit."""
+    allowed = len(os.sched_getaffinity(0))
+    return max(1, min(allowed, int(quota(group) or allowed)))
+
+
+def per_process(processes: int) -> int:
+    """Returns the torch threads of each of ``processes`` that compute on this machine at the same time: an equal share."""
+    return max(1, usable() // max(1, processes))
+
+
+logger = logging.getLogger(__name__)
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt, in glibc's malloc.h
+_NEVER, _LARGEST = -1, 2**31 - 1
+
+
+def keep_freed() -> None:
+    """Let this process keep the memory that it frees; glibc otherwise gives blocks above 32 MiB back, and the kernel fills each
+    page with zeros again: an eighth of the CPU time of an update (docs/performance.md). Does nothing with another C library."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    if not (mallopt(_MMAP_THRESHOLD, _LARGEST) and mallopt(_TRIM_THRESHOLD, _NEVER)):
+        logger.info("the C library gives freed memory back at once: updates on this CPU take somewhat longer")
+
+
+def grow_segments() -> None:
+    """Let PyTorch grow its blocks on a GPU instead of adding blocks, since micro-batches differ in length. Call it before torch is
+    imported. Environment variables of the user win."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

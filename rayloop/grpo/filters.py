@@ -1,0 +1,178 @@
+"""Filters, which take members out of groups: by ``kind``, with a line in ``FilterSettings`` each, or your own by ``use``.
+
+No torch, no ray."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+from pydantic import Field, Tag
+
+from rayloop.config.settings import OWN, Component, Role, SettingsModel, by_kind
+from rayloop.core.failures import ConfigError, FilterBroken
+from rayloop.core.groups import Group, Member
+from rayloop.core.types import EndReason
+
+
+class Filter(Protocol):
+    """Takes members out of a group before it competes for a step (docs/algorithm.md, section 4)."""
+
+    def refused(self, group: Group) -> Mapping[int, str]:
+        """Position in ``group.members`` -> the reason under which it is counted (``filtered/<reason>``). Only of kept members; all
+        of these are scored and have an advantage. Every filter sees the group as it was before the first one, so none depends on
+        the place of another. It must not depend on anything but the group, nor change it."""
+        ...
+
+
+class MemberFilter(SettingsModel):
+    """Base of filters that look at one member at a time; the reason is their ``kind``."""
+
+    kind: str
+
+    def keeps(self, member: Member) -> bool:
+        """Whether ``member`` may be trained on."""
+        raise NotImplementedError
+
+    def refused(self, group: Group) -> Mapping[int, str]:
+        """The kept members that ``keeps`` refuses."""
+        return {i: self.kind for i, member in enumerate(group.members) if member.kept and not self.keeps(member)}
+
+
+RIGHT, WRONG = 1.0, 0.0
+"""Rewards from which an equal group is counted as all right, and down to which as all wrong. Only the counts differ."""
+
+
+class EqualRewards(SettingsModel):
+    """Group filter: rewards that are all equal teach nothing. Counted as all_right, all_wrong or all_equal."""
+
+    kind: Literal["equal_rewards"] = "equal_rewards"
+    tolerance: float = Field(0.0, ge=0)
+    """Rewards count as equal when they differ by no more than this: above 0 for noisy graders."""
+
+    def refused(self, group: Group) -> Mapping[int, str]:
+        """All kept members, or none. A lone sample has nothing to be equal to, and stays."""
+        rewards = [member.reward for member in group.kept]
+        reason = equality(rewards, self.tolerance)
+        return {i: reason for i, member in enumerate(group.members) if member.kept} if reason else {}
+
+
+def equality(rewards: Sequence[float], tolerance: float = 0.0) -> str:
+    """all_right, all_wrong or all_equal when no two rewards differ by more than ``tolerance``; "" when some do."""
+    if len(rewards) < 2 or max(rewards) - min(rewards) > tolerance:
+        return ""
+    if min(rewards) >= RIGHT:
+        return "all_right"
+    return "all_wrong" if max(rewards) <= WRONG else "all_equal"
+
+
+class ToolImage(MemberFilter):
+    """Keep trajectories in which some observation returned an image (PyVision's ``hasimage``)."""
+
+    kind: Literal["tool_image"] = "tool_image"
+
+    def keeps(self, member: Member) -> bool:
+        """True with an image in an observation."""
+        return member.summary.observation_images > 0
+
+
+class ImagesConsistent(MemberFilter):
+    """Keep trajectories whose image tokens and images agree (PyVision's ``vtoken_images_num_consis``)."""
+
+    kind: Literal["images_consistent"] = "images_consistent"
+
+    def keeps(self, member: Member) -> bool:
+        """True when both agree."""
+        return member.summary.images_consistent
+
+
+class MaxLength(MemberFilter):
+    """Keep trajectories of at most ``tokens`` tokens (PyVision's ``trajlength``)."""
+
+    kind: Literal["max_length"] = "max_length"
+    tokens: int = Field(128_000, gt=0)
+    """Of the whole trajectory, prompt included. Lower it when a few long trajectories take the memory."""
+
+    def keeps(self, member: Member) -> bool:
+        """True up to ``tokens``."""
+        return member.summary.length <= self.tokens
+
+
+class KeepEndReasons(MemberFilter):
+    """Keep trajectories that ended for one of these reasons (PyVision's ``end_reason``)."""
+
+    kind: Literal["end_reason"] = "end_reason"
+    keep: tuple[EndReason, ...] = (EndReason.DONE, EndReason.MAX_TURNS, EndReason.ACTION_ERROR)
+    """Reasons to keep; the others (over_length, ...) are left out."""
+
+    def keeps(self, member: Member) -> bool:
+        """True for a reason of ``keep``."""
+        return member.summary.end_reason in self.keep
+
+
+class PositiveNegativeAdvantage(MemberFilter):
+    """Drop right answers (reward > 0) whose advantage is negative."""
+
+    kind: Literal["positive_negative_advantage"] = "positive_negative_advantage"
+
+    def keeps(self, member: Member) -> bool:
+        """Raises ValueError for a member without an advantage."""
+        if member.advantage is None:
+            raise ValueError(f"trajectory {member.summary.id} has no advantage yet: filters come after advantages")
+        return not (member.reward > 0 and member.advantage < 0)
+
+
+class OwnFilter:
+    """Builds the filter once, and checks what it returns."""
+
+    def __init__(self, component: Component) -> None:
+        self._use = component.use
+        made = component.build()
+        self._refused: Callable[[Group], Any] = made.refused if hasattr(made, "refused") else made
+
+    def refused(self, group: Group) -> Mapping[int, str]:
+        """Returns the filter's answer. Raises FilterBroken when it raises, refuses a member that is not kept, or lacks a reason."""
+        try:
+            found = dict(self._refused(group))
+        except Exception as error:
+            raise FilterBroken(
+                f"the filter {self._use} raised on group {group.number} (task {group.task.id}): {type(error).__name__}: {error}"
+            ) from error
+        kept = {i for i, member in enumerate(group.members) if member.kept}
+        wrong = {i: why for i, why in found.items() if i not in kept or not isinstance(why, str) or not why}
+        if wrong:
+            raise FilterBroken(
+                f"the filter {self._use} refused {wrong!r:.200} of group {group.number}: return a mapping from positions of "
+                f"kept members (here {sorted(kept)}) to a reason each"
+            )
+        return found
+
+
+def _function(function: Callable[..., Any], use: str) -> None:
+    required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    if required[:1] != ["group"] or len(required) > 1:
+        raise ConfigError(
+            f"use: {use!r} is a function of ({', '.join(required)}), which is no filter. Write refused(group), which returns a "
+            "mapping from positions in group.members to reasons"
+        )
+
+
+FILTER = Role("filter", ("refused",), _function)
+
+
+FilterSettings = Annotated[
+    Annotated[EqualRewards, Tag("equal_rewards")]
+    | Annotated[ToolImage, Tag("tool_image")]
+    | Annotated[ImagesConsistent, Tag("images_consistent")]
+    | Annotated[MaxLength, Tag("max_length")]
+    | Annotated[KeepEndReasons, Tag("end_reason")]
+    | Annotated[PositiveNegativeAdvantage, Tag("positive_negative_advantage")]
+    | Annotated[Component, Tag(OWN)],
+    by_kind(""),
+]
+
+
+def build_filters(filters: Iterable[FilterSettings]) -> tuple[Filter, ...]:
+    """What ``apply_filters`` takes. Raises ConfigError, pydantic.ValidationError for a filter of your own."""
+    return tuple(OwnFilter(named) if isinstance(named, Component) else named for named in filters)
