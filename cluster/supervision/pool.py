@@ -67,7 +67,7 @@ class Pool(Generic[A]):
 
     ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service and is awaited at the start
     and after each replacement. A slot is replaced ``recovery.replacements`` times an hour, and waits when it has had them. Raises
-    RolesExhausted when fewer than ``recovery.minimum`` serve for ``recovery.start_timeout``.
+    RolesExhausted when none serves for ``recovery.start_timeout``.
     """
 
     def __init__(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from rayloop.loggers.settings import WandbSettings
 
 
 class Wandb:
@@ -16,7 +15,7 @@ class Wandb:
     ``folder``: its id; W&B's own files go to ``wandb`` beside it. ``config`` is what W&B shows as the run's configuration.
     """
 
-    def __init__(self, settings: WandbSettings, name: str, config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, name: str, config: Mapping[str, Any], folder: Path) -> None:
         import wandb
 
         folder.mkdir(exist_ok=True)
@@ -24,7 +23,7 @@ class Wandb:
         if not known.exists():
             known.write_text(secrets.token_hex(4), encoding="utf-8")
         self._run = wandb.init(
-            project=settings.project, name=name, config=dict(config),
+            project=os.environ.get("WANDB_PROJECT", "rayloop"), name=name, config=dict(config),
             id=known.read_text(encoding="utf-8"), resume="allow", dir=str(folder.parent),
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip

@@ -511,7 +511,7 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
         ),
         (
             {
-                "weight_sync.transport": {"kind": "collective", "backend": "nccl"},
+                "weight_sync.transport": {"kind": "nccl"},
                 "policy.placement": {"num_gpus": 1},
                 "rollout.placement": {"num_gpus": 0.5},
             },
