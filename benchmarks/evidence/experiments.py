@@ -140,7 +140,7 @@ EXPERIMENTS = {
             "data.train=runs/data/arpo_sparse/train.jsonl", "data.eval=runs/data/arpo_sparse/val.jsonl", "steps=20",
             "evaluation.every=10", "evaluation.samples=2",
         ),
-        arms={"grpo": ("algorithm.replay.enabled=false",), "with replay": ("algorithm.replay.enabled=true",)},
+        arms={"grpo": ("algorithm.replay.kind=none",), "with replay": ("algorithm.replay.kind=corrected",)},
         needs="python -m rayloop data prepare arpo --out runs/data/arpo_sparse "
         "--pages click-button click-button-sequence click-test-2 --train 24 --val 48",
         training=(
