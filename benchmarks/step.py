@@ -43,7 +43,7 @@ TEMPLATE = (
 PARTS = ("step_s_median", "gen_s_median", "train_s_median", "cpu_s_mean")
 ENGINES: dict[str, dict[str, Any]] = {
     "transformers": {},
-    "vllm": {"kind": "vllm", "kv_cache_bytes": 2**30, "extra": {"enforce_eager": True}, "max_model_len": 8192},
+    "vllm": {"kind": "vllm", "extra": {"enforce_eager": True, "kv_cache_memory_bytes": 2**30, "max_model_len": 8192}},
 }
 """Settings of ``rollout.engine`` that are not in the shape."""
 

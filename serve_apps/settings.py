@@ -65,9 +65,9 @@ class VllmBackendSettings(SettingsModel):
     kind: Literal["vllm"] = "vllm"
     model: str
     """A folder in Hugging Face layout, or a model of the Hub, that all nodes with replicas can read."""
-    gpus: bool = True
-    """Ask Ray for ``engine.tensor_parallel`` GPUs per replica; off on CPUs."""
-    engine: VllmEngineSettings = VllmEngineSettings(max_model_len=8192)
+    gpus: int = Field(1, ge=0)
+    """GPUs of one replica, which its engine is spread over; 0 on CPUs."""
+    engine: VllmEngineSettings = VllmEngineSettings(extra={"max_model_len": 8192})
     """As for rollouts. A rubric with its examples has 2,000 to 3,000 tokens."""
     revision: str | None = None
     """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike. Set a commit, so that

@@ -82,8 +82,8 @@ def engine(folder: str, tiny: bool, extra: dict[str, Any], variables: dict[str, 
 
     dtype, size = ("float32", 64 << 20) if tiny else ("bfloat16", 8 << 30)
     settings = VllmEngineSettings.model_validate({
-        "dtype": dtype, "kv_cache_bytes": size, "max_model_len": 512 if tiny else 4096, "max_sequences": 8 if tiny else 128,
-        "extra": extra,
+        "dtype": dtype, "max_sequences": 8 if tiny else 128,
+        "extra": {"kv_cache_memory_bytes": size, "max_model_len": 512 if tiny else 4096, **extra},
     })  # fmt: skip
     count, tokens = (2, 4) if tiny else (128, 256)
 

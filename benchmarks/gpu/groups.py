@@ -10,7 +10,7 @@ from benchmarks.gpu.result import Found, Place, Skipped, attempt
 
 Backend = Literal["gloo", "nccl"]
 TIMEOUT = 10.0
-"""Seconds that a member waits, as ``weight_sync.transport.timeout``."""
+"""Seconds that a member waits, as in a broadcast of weights."""
 LIMIT = 90.0
 """Seconds after which a member that still waits counts as hanging."""
 

@@ -26,7 +26,10 @@ GPU = [
     "rollout.engine.kind=vllm", "rollout.engine.dtype=bfloat16", "policy.engine.dtype=bfloat16", "rollout.placement.num_gpus=0.4",
     "policy.placement.num_gpus=0.4", "policy.engine.gradient_checkpointing=true", "recovery.start_timeout=700",
 ]  # fmt: skip
-CACHE = {"quickstart": "rollout.engine.kv_cache_bytes=8589934592", "3B": "rollout.engine.kv_cache_bytes=17179869184"}
+CACHE = {
+    "quickstart": "rollout.engine.extra.kv_cache_memory_bytes=8589934592",
+    "3B": "rollout.engine.extra.kv_cache_memory_bytes=17179869184",
+}
 RANDOM = ["algorithm.groups_per_step=8", "algorithm.group_size=4", "reward.source={use: 'benchmarks.gpu.spread:spread'}"]
 """For a model with random weights, whose answers all get the recipe's reward of 0: no group would be left to train on."""
 TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "weight_sync.logprob_check=stop"]

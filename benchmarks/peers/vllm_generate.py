@@ -31,8 +31,7 @@ def main() -> None:
 
     engine = shape.engine
     llm = LLM(
-        shape.model, dtype=shape.dtype, max_model_len=engine["max_model_len"], **engine["extra"],
-        kv_cache_memory_bytes=engine["kv_cache_bytes"], max_num_seqs=shape.prompts * shape.group,
+        shape.model, dtype=shape.dtype, **engine["extra"], max_num_seqs=shape.prompts * shape.group,
         logprobs_mode="processed_logprobs", generation_config="vllm",
     )  # fmt: skip
     sampling = SamplingParams(

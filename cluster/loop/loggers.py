@@ -73,4 +73,4 @@ def open_logger(settings: AnySettings, name: str, config: Mapping[str, Any], fol
         case TensorBoardSettings():
             return TensorBoard(folder.tensorboard)
         case WandbSettings():
-            return Wandb(settings, name, config, folder.wandb)
+            return Wandb(name, config, folder.wandb)

@@ -1,4 +1,4 @@
-"""How often a role may replace its actors: a budget for each slot, and the minimum below which the run ends."""
+"""How often a role may replace its actors: a budget for each slot, and the end of a run whose role has no actor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class ReplacementBudget:
     def __init__(self, role: str, size: int, settings: RecoverySettings) -> None:
         self.role, self.size, self.settings = role, size, settings
         self.why = ""
-        self._least = min(size, settings.minimum)
         self._budgets = [Budget(settings.replacements) for _ in range(size)]
         self._missing: set[int] = set()
         self._short: float | None = None
@@ -36,14 +35,13 @@ class ReplacementBudget:
         """The slot has lost its actor."""
         self.why = str(why)
         self._missing.add(slot)
-        if self.size - len(self._missing) < self._least and self._short is None:
+        if len(self._missing) == self.size and self._short is None:
             self._short = now()
 
     def served(self, slot: int) -> None:
         """The slot has an actor."""
         self._missing.discard(slot)
-        if self.size - len(self._missing) >= self._least:
-            self._short = None
+        self._short = None
 
     @contextmanager
     def trying(self, slot: int) -> Iterator[None]:
@@ -60,8 +58,8 @@ class ReplacementBudget:
         while True:
             if self._hopeless():
                 raise RolesExhausted(
-                    f"the {self.role} role had fewer than {self._least} of {self.size} actors in service, and none came back "
-                    f"within recovery.start_timeout ({patience:g} s); recovery.replacements allows {budget.per_hour} per slot and "
+                    f"the {self.role} role had fewer than 1 of {self.size} actors in service, and none came back within "
+                    f"recovery.start_timeout ({patience:g} s); recovery.replacements allows {budget.per_hour} per slot and "
                     f"hour. The last loss: {self.why}; see events.jsonl for the others"
                 )
             if not (wait := budget.wait(now())):
@@ -70,7 +68,7 @@ class ReplacementBudget:
             await asyncio.sleep(min(wait, max(left, LOOK)))
 
     def _hopeless(self) -> bool:
-        """Whether the role is below its minimum, and no start that is under way or affordable can change that in time."""
+        """Whether the role has no actor, and no start that is under way or affordable can change that in time."""
         if self._short is None:
             return False
         limit = self._short + self.settings.start_timeout

@@ -63,8 +63,7 @@ class Pool(Generic[A]):
     """Workers of one role, actors of class ``A``. ``ended``: serial numbers of those retired, whose other calls are not to blame.
 
     ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service. A slot is replaced at most
-    ``recovery.replacements`` times an hour. Raises RolesExhausted when fewer than ``recovery.minimum`` serve for
-    ``recovery.start_timeout``.
+    ``recovery.replacements`` times an hour. Raises RolesExhausted when none serves for ``recovery.start_timeout``.
     """
 
     def __init__(

@@ -68,7 +68,7 @@ def _verdict(role: Role) -> str:
     if not role.gpus:
         return ""
     fewer = ", which then decodes fewer sequences together" if role.spare else ""
-    return f"; fits a card of {role.card} GB{fewer}" if role.card else "; FITS NO CARD: use more ranks or tensor_parallel"
+    return f"; fits a card of {role.card} GB{fewer}" if role.card else "; FITS NO CARD: use more ranks or num_gpus"
 
 
 def _table(roles: list[Role]) -> list[str]:

@@ -206,7 +206,7 @@ class PolicyLost(InfrastructureFailure):
 
 
 class RolesExhausted(RayloopError):
-    """A role had fewer actors than ``recovery.minimum`` for longer than ``recovery.start_timeout``."""
+    """A role had no actor for longer than ``recovery.start_timeout``."""
 
     exit_code = AGAIN
 

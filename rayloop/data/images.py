@@ -108,7 +108,6 @@ def tinted(data: bytes, strength: float) -> bytes:
     return png(Image.fromarray(pixels.round().astype(np.uint8)))
 
 
-
 def png(image: Image.Image) -> bytes:
     """The image as a PNG, compressed little: it is decoded again soon."""
     file = io.BytesIO()

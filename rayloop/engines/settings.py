@@ -52,8 +52,8 @@ class EngineChoice(SettingsModel):
         """Yields what is wrong, for an actor with ``gpus`` and episodes of up to ``room`` tokens."""
         yield from ()
 
-    def with_room(self, tokens: int) -> EngineChoice:
-        """These settings with room for episodes of so many tokens, unless they say otherwise."""
+    def placed(self, gpus: float, tokens: int) -> EngineChoice:
+        """These settings for an actor with ``gpus``, and with room for episodes of so many tokens, unless they say otherwise."""
         return self
 
 
@@ -73,34 +73,63 @@ class TransformersEngineSettings(EngineChoice):
     compute there: decoding is then faster with 1."""
 
 
+MOST = 0.9
+"""Share of a GPU for vLLM's weights and cache."""
+LITTLE = 0.01
+"""The same with ``kv_cache_memory_bytes``, which sets the cache's size: vLLM only checks at its start that this share is free."""
+
+
 class VllmEngineSettings(EngineChoice):
     """Generation with vLLM, in processes of its own below the rollout actor: on GPUs, and on CPU for tests."""
 
     implementation = "rayloop.engines.generation.vllm:VllmEngine"
     starts_slowly = True
     kind: Literal["vllm"] = "vllm"
-    tensor_parallel: int = Field(1, ge=1)
-    """GPUs that one engine is spread over; ``rollout.placement.num_gpus`` must be the same. Raise it when the model does not
-    fit one."""
-    max_model_len: int | None = Field(None, ge=1)
-    """Tokens of a prompt and its turn together. None: ``environment.episode.max_tokens``, which is what an episode can need; for a
-    judge the model's own limit. Lower it when the cache cannot hold one sequence."""
-    memory_fraction: float | None = Field(None, gt=0, le=1)
-    """Share of the GPU's memory (on CPU: of the machine's) for weights and cache, which must be free at the start. None: 0.9, and
-    with ``kv_cache_bytes``, which then decides alone, next to nothing. Lower it when something else needs the GPU's memory."""
-    kv_cache_bytes: int | None = Field(None, gt=0)
-    """Size of the cache of keys and values per GPU. Set it on CPU, and when something else shares the GPU."""
     max_sequences: int = Field(256, ge=1)
     """Sequences decoded together. Lower it when memory runs out; above a step's trajectories per engine it does nothing."""
     inflight: Literal["recompute", "keep_kv"] = "recompute"
     """Requests that run while new weights are loaded continue under them. recompute: their cache is computed anew; keep_kv: they
     keep the one that the old weights made, and no other request sees it."""
     extra: dict[str, Any] = {}
-    """Further arguments of vLLM's ``AsyncEngineArgs``, by their names there. ``{enforce_eager: true}`` leaves compilation and CUDA
-    graphs out: it starts in seconds, and decodes more slowly."""
+    """Further arguments of vLLM's ``AsyncEngineArgs``, by their names there. ``gpu_memory_utilization``: share of the GPU's memory
+    (on CPU: of the machine's) that must be free at the start, 0.9 by default; lower it when something else needs that memory.
+    ``kv_cache_memory_bytes``: size of the cache per GPU, which then decides alone; set it on CPU and on a shared GPU.
+    ``tensor_parallel_size``: by default the actor's ``num_gpus``. ``max_model_len``: by default ``environment.episode.max_tokens``.
+    ``enforce_eager: true``: no compilation and no CUDA graphs; it starts in seconds, and decodes more slowly."""
+
+    _gpus: float = PrivateAttr(0.0)
+    _tokens: int | None = PrivateAttr(None)
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs that one engine is spread over: those of its actor, divided by the stages of a pipeline."""
+        return int(self.extra.get("tensor_parallel_size") or max(1, self._gpus // self.pipeline_parallel))
+
+    @property
+    def pipeline_parallel(self) -> int:
+        """Stages of the pipeline."""
+        return int(self.extra.get("pipeline_parallel_size", 1))
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens of a prompt and its turn together; None: the model's own limit."""
+        return self.extra.get("max_model_len", self._tokens)
+
+    @property
+    def memory_fraction(self) -> float:
+        """Share of the GPU's memory that vLLM wants free at its start."""
+        return float(self.extra.get("gpu_memory_utilization", LITTLE if self.kv_cache_bytes else MOST))
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        """Size of the cache of keys and values per GPU; None: what is left of the memory."""
+        return self.extra.get("kv_cache_memory_bytes")
 
     @model_validator(mode="after")
     def _own_arguments(self) -> VllmEngineSettings:
+        for name, kind in _NUMBERS.items():
+            if name in self.extra and (not isinstance(self.extra[name], kind) or self.extra[name] <= 0):
+                raise ValueError(f"extra: {name} is {self.extra[name]!r}, expected a number above 0")
         if taken := sorted(self.extra.keys() & _VLLM_ARGUMENTS):
             raise ValueError(f"extra: {', '.join(taken)} follow from other settings, and cannot be given here")
         if sampling := sorted(self.extra.keys() & {"generation_config", "override_generation_config"}):
@@ -113,24 +142,31 @@ class VllmEngineSettings(EngineChoice):
     def problems(self, gpus: float, room: int) -> Iterator[str]:
         """Its limit of tokens, and its GPUs."""
         if self.max_model_len is not None and self.max_model_len < room:
-            yield f"rollout.engine.max_model_len ({self.max_model_len}) is below environment.episode.max_tokens ({room})"
-        if gpus and gpus != self.tensor_parallel and max(gpus, self.tensor_parallel) > 1:
+            yield f"rollout.engine.extra: max_model_len ({self.max_model_len}) is below environment.episode.max_tokens ({room})"
+        wanted = self.placed(gpus, room).tensor_parallel * self.pipeline_parallel
+        if gpus and gpus != wanted and max(gpus, wanted) > 1:
             yield (
-                f"rollout.engine.tensor_parallel is {self.tensor_parallel} and rollout.placement.num_gpus is {gpus:g}: "
-                "one engine runs on as many GPUs as its actor has"
+                f"rollout.engine.extra: tensor_parallel_size x pipeline_parallel_size is {wanted} and rollout.placement.num_gpus "
+                f"is {gpus:g}: one engine runs on as many GPUs as its actor has"
             )
 
-    def with_room(self, tokens: int) -> VllmEngineSettings:
+    def placed(self, gpus: float, tokens: int | None) -> VllmEngineSettings:
         """Left to itself, vLLM takes the model's limit: with a lower one turns would be cut, and episodes excluded that should end
         as over_length; a much higher one it refuses."""
-        return self if self.max_model_len else self.model_copy(update={"max_model_len": tokens})
+        made = self.model_copy()
+        made._gpus, made._tokens = gpus, tokens
+        return made
 
 
 _VLLM_ARGUMENTS = frozenset({
-    "model", "dtype", "tensor_parallel_size", "max_model_len", "gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_seqs",
-    "logprobs_mode", "worker_extension_cls", "mm_processor_kwargs", "trust_remote_code",
+    "model", "dtype", "max_num_seqs", "logprobs_mode", "worker_extension_cls", "mm_processor_kwargs", "trust_remote_code",
 })  # fmt: skip
 """What rayloop itself passes to vLLM."""
+_NUMBERS: dict[str, type | tuple[type, ...]] = {
+    "tensor_parallel_size": int, "pipeline_parallel_size": int, "max_model_len": int, "kv_cache_memory_bytes": int,
+    "gpu_memory_utilization": (int, float),
+}  # fmt: skip
+"""Arguments of vLLM that rayloop reads too, and their types."""
 
 
 class SglangEngineSettings(EngineChoice):
@@ -266,13 +302,10 @@ class LoraSettings(SettingsModel):
     """Size of the adapters. More can express more, and costs memory (docs/choosing_settings.md)."""
     alpha: float = Field(16.0, gt=0)
     """The adapters' output is scaled by alpha / rank: scale both together, or the effective learning rate changes."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Keep 0 for RL: with dropout the trainer's log-probs are not those of the sampled policy."""
+    dropout: ClassVar[float] = 0.0
+    """With dropout the trainer's log-probs are not those of the sampled policy."""
     targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter: all of a layer, as all models that can be trained here name them."""
-    vision: bool = False
-    """Adapt the vision tower's layers of these names too, when the images are unlike what the model knows. Matching by name
-    alone does so by accident (Chart-RVR)."""
 
 
 MICRO_BATCH = 16_384
@@ -299,12 +332,18 @@ class FsdpSettings(SettingsModel):
     (7B at 16,384 tokens keeps some 100 GB otherwise). Set false there for small models, true on a CPU that runs out."""
     cpu_offload: bool = False
     """Keep weights and optimizer states in CPU memory: when they do not fit the GPUs; slow."""
-    freeze_vision: bool = False
-    """Leave the vision tower as it is: less memory, and it cannot forget. Off when the task needs it to see something new."""
+    train_vision: bool | None = None
+    """Train the vision tower too; with LoRA: adapt its layers. None: in full training, not with LoRA. false leaves it as it is:
+    less memory, and it cannot forget; true when the images are unlike what the model knows."""
     lora: LoraSettings | None = None
     threads: Threads = None
     """Torch threads per rank on CPU. None: the machine's cores divided by the ranks, and with ``max_staleness`` > 0 by
     ``rollout.actors`` as well; with ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines."""
+
+    @property
+    def trains_vision(self) -> bool:
+        """Whether the vision tower is trained, or adapted."""
+        return self.lora is None if self.train_vision is None else self.train_vision
 
     @property
     def logprob_chunk(self) -> int:

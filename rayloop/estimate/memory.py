@@ -176,8 +176,7 @@ def activations(engine: FsdpSettings, on_gpu: bool, shape: Shape, tokens: int, k
     cache = shape.cache // layers
     one = tokens * (8 * hidden + cache + 4 * int(shape.config["intermediate_size"])) + keys * cache
     kept, block = (tokens * layers * hidden, 2 * one) if again else (layers * one, one)
-    adapts_vision = engine.lora is None or engine.lora.vision
-    if shape.vision and adapts_vision and not engine.freeze_vision:
+    if shape.vision and engine.trains_vision:
         hidden, layers = int(shape.vision.get("hidden_size", 0)), int(shape.vision.get("depth", 0))
         one = 10 * hidden + 4 * int(shape.vision.get("intermediate_size", 0))
         kept += PATCHES * images * (layers * (hidden if again else one) + _pixels(shape.vision))

@@ -38,17 +38,17 @@ class Shape:
     def trained(self, engine: FsdpSettings) -> int:
         """Parameters with a gradient: all, those outside a frozen tower, or those of the adapters."""
         if engine.lora is not None:
-            return self.adapters(engine.lora)
-        return self.parameters - (self.vision_parameters if engine.freeze_vision else 0)
+            return self.adapters(engine.lora, engine.trains_vision)
+        return self.parameters - (0 if engine.trains_vision else self.vision_parameters)
 
-    def adapters(self, lora: LoraSettings) -> int:
+    def adapters(self, lora: LoraSettings, vision: bool) -> int:
         """rank * (inputs + outputs) for every linear layer that is adapted."""
         adapted = (
             size
             for name, size in self.tensors.items()
             if len(size) == 2
             and name.removesuffix(".weight").rpartition(".")[2] in lora.targets
-            and (lora.vision or not _of_vision(name))
+            and (vision or not _of_vision(name))
         )
         return sum(lora.rank * sum(size) for size in adapted)
 

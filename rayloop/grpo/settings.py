@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -144,9 +144,8 @@ class LossSettings(SettingsModel):
     """How the gap between the sampling engine and the trainer is corrected (section 2). decoupled: also right with stale
     trajectories and several updates per step, so keep it; bypass: the engine's log-probs are the old ones, which saves a forward
     pass; none: only when engine and trainer agree to rounding, and as a control."""
-    correction_cap: float = Field(2.0, gt=0)
-    """Upper bound of the decoupled per-token weight exp(old - behaviour). Lower it when a few stale tokens own the gradient
-    (``actor/capped``)."""
+    correction_cap: ClassVar[float] = 2.0
+    """Upper bound of the decoupled per-token weight exp(old - behaviour): twice the weight of a token that did not drift."""
 
     @property
     def kl_bound(self) -> float:

@@ -27,13 +27,11 @@ class TensorBoardSettings(SettingsModel):
 class WandbSettings(SettingsModel):
     """A run of Weights & Biases, continued by a resumed run; its id and files are below ``wandb/``. Needs the extra ``wandb``.
 
-    The rest is W&B's own variables where the driver runs: ``WANDB_API_KEY`` (or a login there), ``WANDB_ENTITY`` when the project
-    is a team's, ``WANDB_MODE=offline`` to write files only, for a later ``wandb sync``.
+    It is set with W&B's own variables where the driver runs: ``WANDB_API_KEY`` (or a login there), ``WANDB_PROJECT`` (without it
+    rayloop), ``WANDB_ENTITY`` when the project is a team's, ``WANDB_MODE=offline`` to write files only, for a later ``wandb sync``.
     """
 
     kind: Literal["wandb"] = "wandb"
-    project: str
-    """The project in W&B's interface: runs that you compare share one."""
 
 
 def _once(chosen: tuple[Any, ...]) -> tuple[Any, ...]:

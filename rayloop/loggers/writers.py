@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rayloop.loggers.settings import WandbSettings
-
 
 class TensorBoard:
     """Scalars in an event file of its own below ``folder``, which TensorBoard reads together with those of earlier drivers."""
@@ -52,7 +50,7 @@ class Wandb:
     ``folder`` holds its id. ``config`` is shown as the run's configuration.
     """
 
-    def __init__(self, settings: WandbSettings, name: str, config: Mapping[str, Any], folder: Path) -> None:
+    def __init__(self, name: str, config: Mapping[str, Any], folder: Path) -> None:
         import wandb
 
         folder.mkdir(exist_ok=True)
@@ -60,7 +58,7 @@ class Wandb:
         if not known.exists():
             known.write_text(secrets.token_hex(4), encoding="utf-8")
         self._run = wandb.init(
-            project=settings.project, name=name, config=dict(config),
+            project=os.environ.get("WANDB_PROJECT", "rayloop"), name=name, config=dict(config),
             id=known.read_text(encoding="utf-8"), resume="allow", dir=str(folder.parent),
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
+from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.ledger import Ledger
@@ -114,7 +115,7 @@ class GroupScheduler:
 
     def __init__(self, config: RunConfig, dataset: Dataset, ledger: Ledger, on_bad_row: Callable[[DataFailure], None]) -> None:
         self.config, self.dataset, self.ledger = config, dataset, ledger
-        order: Order | None = None if config.data.order is None else config.data.order.build()
+        order: Order | None = config.data.order.build() if isinstance(config.data.order, Component) else None
         tiers = [order.tier(task) for task in dataset] if order else ()
         self.cursor = TaskCursor(len(dataset), config.seed, config.data.shuffle, tiers)
         self.next_number = 0

@@ -42,7 +42,7 @@ from rayloop.run.lifetime import (
     check_durations,
     with_time_to_compile,
 )
-from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
+from rayloop.transports.settings import BroadcastTransport, ObjectStoreTransport, Placed, TransportSettings, problems
 
 
 class DataSettings(SettingsModel):
@@ -53,13 +53,17 @@ class DataSettings(SettingsModel):
     reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.data.dataset:ChatRows")
     """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...); name one of your own for
     other rows."""
-    shuffle: bool = True
-    """A new order in each epoch, from the seed. Off for a curriculum: rows in the order of the file."""
-    order: Annotated[Component, Role("order", ("tier",))] | None = None
-    """A curriculum: which rows come first in the first epoch, as ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or
-    ``rayloop.run.order:BySolveRate``. Set it when most rows are too hard at first. None: all are alike."""
+    order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None
+    """Which rows come first. None: a new order in each epoch, from the seed. file: that of the file, in each epoch. A curriculum
+    names those of the first epoch, as ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or
+    ``rayloop.run.order:BySolveRate``: set it when most rows are too hard at first."""
     strict: bool = False
     """Stop at the first bad row or image instead of quarantining it: for data that you believe to be clean."""
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether each epoch has an order of its own."""
+        return self.order != "file"
 
 
 class SamplingSettings(SettingsModel):
@@ -220,8 +224,8 @@ class RunConfig(SettingsModel):
     recovery: RecoverySettings = RecoverySettings()
     preemption: PreemptionSettings = PreemptionSettings()
     loggers: LoggersSettings = ()
-    """Where metrics go besides ``metrics.jsonl`` and Prometheus, for example ``loggers: [{kind: tensorboard}, {kind: wandb,
-    project: mine}]``. One that fails is dropped with an event; the run goes on."""
+    """Where metrics go besides ``metrics.jsonl`` and Prometheus, for example ``loggers: [{kind: tensorboard},
+    {kind: wandb}]``. One that fails is dropped with an event; the run goes on."""
     keep_rollouts: int = Field(4, ge=0)
     """Groups per step written to ``rollouts/`` with texts and images; 0: none. Raise it to read more of them in the report, at
     the cost of disk."""
@@ -240,11 +244,11 @@ class RunConfig(SettingsModel):
 
     @property
     def engine(self) -> EngineChoice:
-        """``rollout.engine`` with room for an episode; one of your own is taken to compute in the trainer's dtype."""
+        """``rollout.engine`` on its actor's GPUs, with room for an episode. One of your own computes in the trainer's dtype."""
         engine = self.rollout.engine
         if isinstance(engine, Component):
             return OwnEngine(component=engine, dtype=self.policy.engine.dtype)
-        made = engine.with_room(self.environment.episode.max_tokens)
+        made = engine.placed(self.rollout.placement.num_gpus, self.environment.episode.max_tokens)
         if isinstance(made, TransformersEngineSettings) and made.threads is None:
             return made.model_copy(update={"threads": self._threads(self.rollout.placement, self.rollout.actors)})
         return made
@@ -352,4 +356,10 @@ def _engine_problems(c: RunConfig) -> Any:
 def _transport_problems(c: RunConfig) -> Any:
     """Where the policy and the engines are placed decides which ways weights can take between them."""
     policy, rollout = c.policy.placement.num_gpus, c.rollout.placement.num_gpus
-    yield from problems(c.weight_sync.transport, Placed(c.policy.ranks, policy, c.rollout.actors, rollout))
+    transport = c.weight_sync.transport
+    if isinstance(transport, BroadcastTransport) and c.weight_sync.timeout <= transport.timeout:
+        yield (
+            f"weight_sync.timeout ({c.weight_sync.timeout:g} s) must be longer than the {transport.timeout:g} s that a broadcast "
+            "waits for its members, after which the object store's copy is loaded. Raise it, or use kind: object_store"
+        )
+    yield from problems(transport, Placed(c.policy.ranks, policy, c.rollout.actors, rollout))

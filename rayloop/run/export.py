@@ -44,13 +44,23 @@ def find_checkpoint(source: Path) -> Checkpoint:
     return found
 
 
+def recorded(file: Path) -> RunConfig:
+    """The configuration that a run wrote into its folder. Raises ConfigError that names unknown keys."""
+    try:
+        return load(file, [], RunConfig)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\nIt was written by another version of rayloop. Remove the unknown keys from {file}, or use that version"
+        ) from error
+
+
 def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     """Load the trainer's state into an engine like the run's, on one rank, and write its weights."""
     from rayloop.engines.models import save_model
     from rayloop.engines.training.fsdp import FsdpEngine
 
     run = checkpoint.folder.parents[1]
-    config = load(run / "config.yaml", [], RunConfig)
+    config = recorded(run / "config.yaml")
     with tempfile.TemporaryDirectory() as meeting:
         engine = FsdpEngine(
             config.model, config.policy.engine, config.policy.optimizer, config.policy.loss,

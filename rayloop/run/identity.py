@@ -31,12 +31,12 @@ FILES = {
 }
 """Of the model folder ``model.path``, by what they decide."""
 FIXED = (
-    "model.min_pixels", "model.max_pixels", "model.position_tint", "policy.engine.freeze_vision", "policy.engine.lora.",
-    "policy.optimizer.kind", "seed", "data.shuffle",
+    "model.min_pixels", "model.max_pixels", "model.position_tint", "policy.engine.train_vision", "policy.engine.lora.",
+    "policy.optimizer.kind", "seed", "data.order",
 )  # fmt: skip
 """Keys that may not change within a run; with a dot at the end, all below, and whether there are any."""
-FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets")
-"""Of these, the ones that may; checkpoints of before have ``targets``, which is no key any more."""
+FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets", "policy.engine.lora.vision")
+"""Of these, the ones that may: older checkpoints have them, and they are no keys any more."""
 UNTOLD = ("checkpoint.resume",)
 """Keys that say how to start, not what the run is."""
 
@@ -106,8 +106,14 @@ def _unsaid(name: str, config: RunConfig) -> str | None:
 
 
 def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Each value of a checkpoint and of now by dotted key."""
-    return _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
+    """Each value of a checkpoint and of now by dotted key. Older checkpoints have other keys in place of
+    ``policy.engine.train_vision`` and ``data.order: file``."""
+    old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
+    if not old.pop("data.shuffle", True):
+        old["data.order"] = "file"
+    if (frozen := old.pop("policy.engine.freeze_vision", None)) is not None:
+        old["policy.engine.train_vision"] = False if frozen else old.get("policy.engine.lora.vision") or None
+    return old, new
 
 
 def _other_schema(schema: int) -> str:

@@ -96,9 +96,6 @@ class RecoverySettings(SettingsModel):
     """Times an hour that one actor (a slot of its role) may be replaced; then it waits, while others go on. The policy group may be
     rebuilt from the last checkpoint half as often, and a driver that died be started anew a sixth as often. Raise it on machines
     that are taken away often; 0 to see why an actor died."""
-    minimum: int = Field(1, ge=1)
-    """Actors of a role below which the run ends when they do not come back within ``start_timeout``; a role that has fewer needs
-    all. Raise it when a run with one engine left costs more than it earns."""
     health_timeout: float = Field(30.0, gt=0)
     """Seconds an idle actor may leave a health check unanswered before it is replaced; a sixth of them lies between two checks.
     Raise it for nodes that are very busy, and when there are hundreds of actors."""
@@ -169,7 +166,6 @@ DURATIONS = (
     Duration(EPISODE, "a whole episode", "it hangs: played again; an actor that has not said so 90 s later is replaced", STALL),
     Duration("reward.timeout", "scoring one trajectory, tried twice", "unscored as `timeout`, or the failing value", STALL, 2),
     Duration(STEP, "a trainer's step, a checkpoint, an export", "the ranks are rebuilt from the checkpoint", STALL),
-    Duration("weight_sync.transport.timeout", "each bucket of a broadcast", "the object store's copy is loaded", SYNC),
     Duration(SYNC, "an engine's taking over of weights", "the engine is replaced", STALL),
     Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced"),
     Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),
@@ -204,7 +200,7 @@ def _seconds(config: BaseModel, each: Duration) -> float:
 
 
 def value_of(config: BaseModel, key: str) -> float | None:
-    """Seconds; None where the kind that is chosen has no such key."""
+    """Seconds; None where there is no such key."""
     place: object = config
     for name in key.split("."):
         if not isinstance(place, BaseModel) or name not in type(place).model_fields:
@@ -217,8 +213,7 @@ def table(config: BaseModel) -> str:
     """The table of docs/choosing_settings.md, with the values of ``config``."""
     lines = ["| key | default | seconds for | when they are over | shorter than |", "|---|---|---|---|---|"]
     for each in DURATIONS:
-        default = value_of(config, each.key)
-        seconds = f"{default:g}" if default is not None else "60 (collective)"
+        seconds = f"{value_of(config, each.key):g}"
         shorter = f"`{each.within}`" if each.within else ""
         lines.append(f"| `{each.key}` | {seconds} | {each.what} | {each.then} | {shorter} |")
     return "\n".join(lines) + "\n"

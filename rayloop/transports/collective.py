@@ -14,7 +14,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.transports.plain import ArrayReceiver, Arrays, ArraySender
 from rayloop.transports.seam import Receiver, Rollouts, Sender, WeightExporter, WeightTransport, WeightUpdate
-from rayloop.transports.settings import CollectiveTransport
+from rayloop.transports.settings import BroadcastTransport
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class BroadcastGroup:
 class Collective(WeightTransport[Arrays | BroadcastGroup]):
     """The exported copy stays in the object store, for engines that start later and for all engines when a broadcast fails."""
 
-    def __init__(self, settings: CollectiveTransport, folder: str) -> None:
+    def __init__(self, settings: BroadcastTransport, folder: str) -> None:
         super().__init__(settings, folder)
         self._failures = 0
 
@@ -96,7 +96,7 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
 class BroadcastSender(Sender[Arrays | BroadcastGroup]):
     """Packs for the object store; ``send`` broadcasts these arrays."""
 
-    def __init__(self, settings: CollectiveTransport, host: str) -> None:
+    def __init__(self, settings: BroadcastTransport, host: str) -> None:
         from rayloop.transports.process_group import Membership
 
         self._settings, self._host = settings, host
@@ -139,7 +139,7 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
 class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
     """Receives a broadcast, or reads the object store's arrays."""
 
-    def __init__(self, settings: CollectiveTransport) -> None:
+    def __init__(self, settings: BroadcastTransport) -> None:
         from rayloop.transports.process_group import Membership
 
         self._settings = settings

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Tag
 
 from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
@@ -49,28 +49,41 @@ class FilesystemTransport(TransportChoice):
     kind: Literal["filesystem"] = "filesystem"
 
 
-class CollectiveTransport(TransportChoice):
+class BroadcastTransport(TransportChoice):
     """Weights are broadcast in a process group of the policy's first rank and all rollout actors, for many nodes. The object store
     keeps a copy from which a replaced rollout actor catches up, and all of them when a broadcast fails."""
 
     implementation = "rayloop.transports.collective:Collective"
-    kind: Literal["collective"] = "collective"
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: over TCP. nccl: between GPUs, for which every rollout actor and the policy's first rank need one of their own. At
-    both ends the weights pass through CPU memory all the same: choose it where the network between the nodes is slow without."""
+    backend: ClassVar[Literal["gloo", "nccl"]]
     bucket_bytes: ClassVar[int] = 2**30
     """Tensors travel together in buckets of this size, which sender and receivers hold once more; a larger tensor has one of its
     own. Smaller buckets cost a round trip each."""
-    timeout: float = Field(60.0, gt=0)
-    """Seconds that a member waits for the others, to meet and for each bucket of 1 GiB, before the broadcast fails and the object
-    store's copy is loaded. Raise it for slow networks; it must be less than ``weight_sync.timeout``."""
+    timeout: ClassVar[float] = 120.0
+    """Seconds that a member waits for the others, to meet and for each bucket, before the broadcast fails and the object store's
+    copy is loaded. With gloo a bucket of 1 GiB crosses the network once per engine: room for eight engines at 1 Gbit/s."""
+
+
+class CollectiveTransport(BroadcastTransport):
+    """Weights are broadcast over TCP (gloo) from the policy's first rank to all rollout actors, for many nodes. The object store
+    keeps a copy for actors that are replaced, and for a broadcast that fails."""
+
+    kind: Literal["collective"] = "collective"
+    backend = "gloo"
+
+
+class NcclTransport(BroadcastTransport):
+    """As ``collective``, between GPUs: every rollout actor and the policy's first rank need one of their own. At both ends the
+    weights pass through CPU memory all the same: choose it where the network between the nodes is slow without."""
+
+    kind: Literal["nccl"] = "nccl"
+    backend = "nccl"
 
     def problems(self, placed: Placed) -> Iterator[str]:
         """NCCL needs GPUs that are not shared."""
-        if self.backend == "nccl" and min(placed.policy_gpus, placed.rollout_gpus) < 1:
+        if min(placed.policy_gpus, placed.rollout_gpus) < 1:
             yield (
-                f"weight_sync.transport.backend: nccl sends between GPUs that are not shared, and {placed}. Give each one, "
-                "or use backend: gloo; on one shared GPU kind: cuda_ipc"
+                f"weight_sync.transport.kind: nccl sends between GPUs that are not shared, and {placed}. Give each one, "
+                "or use kind: collective; on one shared GPU kind: cuda_ipc"
             )
 
 
@@ -99,6 +112,7 @@ TransportSettings = Annotated[
     Annotated[ObjectStoreTransport, Tag("object_store")]
     | Annotated[FilesystemTransport, Tag("filesystem")]
     | Annotated[CollectiveTransport, Tag("collective")]
+    | Annotated[NcclTransport, Tag("nccl")]
     | Annotated[CudaIpcTransport, Tag("cuda_ipc")]
     | Annotated[Component, Tag(OWN)],
     by_kind("object_store"),

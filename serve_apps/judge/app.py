@@ -83,7 +83,7 @@ def app(args: dict[str, Any]) -> Application:
 def gpus(settings: JudgeSettings) -> int:
     """The number of GPUs of one replica."""
     backend = settings.backend
-    return backend.engine.tensor_parallel if isinstance(backend, VllmBackendSettings) and backend.gpus else 0
+    return backend.gpus if isinstance(backend, VllmBackendSettings) else 0
 
 
 class CompletionMessage(BaseModel):

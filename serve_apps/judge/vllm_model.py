@@ -26,7 +26,7 @@ class VllmModel(CompletionModel):
         model = resolve(settings.model, settings.revision, weights=True)
         # The engine's scratch folder lies within Ray's own and goes with it: a replica that is killed cannot remove anything.
         scratch = tempfile.mkdtemp(prefix="judge-", dir=ray.get_runtime_context().get_temp_dir())
-        self._engine = VllmChat(str(model.folder), settings.engine, scratch, settings.model)
+        self._engine = VllmChat(str(model.folder), settings.engine.placed(settings.gpus, None), scratch, settings.model)
         self._identity = model.identity() | versions()
         self._timeout = settings.timeout
 

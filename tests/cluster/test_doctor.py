@@ -232,9 +232,9 @@ def test_checkpoints_and_memory_are_predicted_from_the_shapes(tmp_path: Path) ->
     assert checks.checkpoint_bytes(run, shapes) == 1200 * 3 * 4
     assert checks.tensor_bytes(run, shapes) == 1200 * 4 * 4 + 1200 * 4, "a trainer, and an engine"
     for engine, parameters in (
-        ({"freeze_vision": True}, 1000),
+        ({"train_vision": False}, 1000),
         ({"lora": {"rank": 2}}, 2 * 70),
-        ({"lora": {"rank": 2, "vision": True}}, 2 * 70 + 2 * 30),
+        ({"lora": {"rank": 2}, "train_vision": True}, 2 * 70 + 2 * 30),
     ):
         assert shapes.trained(config(tmp_path, policy={"engine": engine}).policy.engine) == parameters
     plain = config(tmp_path, policy={"optimizer": {"kind": "sgd"}})

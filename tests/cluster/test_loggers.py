@@ -23,7 +23,7 @@ from rayloop.run.preflight import preflight
 from tests.cluster.test_preflight import config
 from tests.support.runs import ROOT, eventually
 
-GOOD, BAD = TensorBoardSettings(), WandbSettings(project="p")
+GOOD, BAD = TensorBoardSettings(), WandbSettings()
 STEP = {"step": 1.0, "reward/mean": 0.5}
 
 
@@ -146,7 +146,7 @@ def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 60.0)
     released = threading.Event()
     failed = list[tuple[str, str]]()
-    slow = WandbSettings(project="p")
+    slow = WandbSettings()
     loggers = Loggers((slow,), lambda s: Kept(lambda step: released.wait() and None), lambda *f: failed.append(f))
     for step in range(5):
         loggers.log(step, STEP)
@@ -160,7 +160,7 @@ def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPa
 
 def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    wanted = config(tmp_path, loggers=[{"kind": "wandb", "project": "p"}])
+    wanted = config(tmp_path, loggers=[{"kind": "wandb"}])
     with pytest.raises(ConfigError, match=r'loggers\.0: kind wandb .* not installed.* pip install "rayloop\[wandb\]"'):
         preflight(wanted)
 
@@ -171,7 +171,7 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     (tmp_path / "wandb").mkdir()
     with pytest.raises(ConfigError, match="wandb, which is not installed"):
-        preflight(config(tmp_path, loggers=[{"kind": "wandb", "project": "p"}]))
+        preflight(config(tmp_path, loggers=[{"kind": "wandb"}]))
 
 
 def test_a_kind_may_be_chosen_once(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeyp
     fake = types.SimpleNamespace(init=init, Settings=lambda **options: options)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     folder = RunFolder.at(tmp_path)
-    chosen = WandbSettings(project="p")
+    chosen = WandbSettings()
     logged(chosen, folder, (1, 0.1), (2, 0.2))
     logged(chosen, folder, (2, 0.3))
     assert [(name, value) for name, value in calls if name != "init"] == [
@@ -255,7 +255,7 @@ def test_wandb_offline_keeps_two_drivers_files_under_one_id(tmp_path: Path, monk
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     folder = RunFolder.at(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    offline = WandbSettings(project="p")
+    offline = WandbSettings()
     logged(offline, folder, (1, 0.1))
     logged(offline, folder, (2, 0.2))
     (name,) = {path.name for path in folder.wandb.glob("offline-run-*/*.wandb")}

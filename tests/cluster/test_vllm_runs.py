@@ -18,7 +18,8 @@ from tests.support.vllm_processes import engine_cores, engine_workers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(480)]
 
-VLLM = {"kind": "vllm", "dtype": "float32", "kv_cache_bytes": 64 << 20, "extra": {"enforce_eager": True}, "max_model_len": 8192}
+EXTRA = {"enforce_eager": True, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 8192}
+VLLM = {"kind": "vllm", "dtype": "float32", "extra": EXTRA}
 START, END = 240.0, 400.0
 """Seconds that a run may take to begin, and altogether: vLLM's processes import for half a minute on two busy cores."""
 
@@ -68,7 +69,7 @@ def answers(made: Run) -> list[tuple[Any, ...]]:
 def test_three_steps_on_text_with_engines_of_two_processes(tmp_path: Path, digits_model: Path) -> None:
     """Every actor lives in a placement group, where vLLM by itself would start its workers through Ray."""
     config = text(tmp_path, digits_model, recovery={"health_timeout": 1.0})
-    config["rollout"]["engine"] = VLLM | {"tensor_parallel": 2}
+    config["rollout"]["engine"] = VLLM | {"extra": EXTRA | {"tensor_parallel_size": 2}}
     made = finished(config)
     healthy(made, {"embedding", "language"})
     assert 0 <= made.metrics[-1]["rollout/cache"] < 0.9

@@ -42,7 +42,7 @@ VLLM_EXTRA = json.loads(os.environ.get("RAYLOOP_TEST_VLLM", '{"enforce_eager": t
 ENGINES = {
     "transformers": {"threads": 1},
     "page": {"use": "plain_engine.py:PlainEngine"},
-    "vllm": {"kind": "vllm", "dtype": "float32", "kv_cache_bytes": 64 << 20, "extra": VLLM_EXTRA},
+    "vllm": {"kind": "vllm", "dtype": "float32", "extra": {"kv_cache_memory_bytes": 64 << 20, **VLLM_EXTRA}},
 }
 """What stands in the configuration under ``rollout.engine``; ``page`` is that of docs/bring_your_own/engine.md."""
 TEXT_ONLY = ("page",)

@@ -235,15 +235,15 @@ async def _answers(folder: Path, requests: Sequence[TokenPrompt], sampling: Samp
 
 def test_a_frozen_vision_tower_stays_bit_equal(tiny_vlm: Path) -> None:
     items = mixed_items(tiny_vlm)
-    with engine(tiny_vlm, FsdpSettings(freeze_vision=True), OptimizerSettings(lr=1e-3, weight_decay=0.1)) as trainer:
+    with engine(tiny_vlm, FsdpSettings(train_vision=False), OptimizerSettings(lr=1e-3, weight_decay=0.1)) as trainer:
         before = trainer.export(VERSION)
         trainer.train([items])
         changed = _changed(before, trainer.export(VERSION))
     assert changed == {name for name in before if not name.startswith("visual.")}
-    with (
-        pytest.raises(ConfigError, match="contradict"),
-        engine(tiny_vlm, FsdpSettings(freeze_vision=True, lora=LoraSettings(vision=True))),
-    ):
+
+
+def test_a_choice_about_the_vision_tower_needs_one(tiny_text: Path) -> None:
+    with pytest.raises(ConfigError, match="no vision tower"), engine(tiny_text, FsdpSettings(train_vision=False)):
         pass
 
 
@@ -258,16 +258,16 @@ def test_export_has_the_checkpoints_names_and_its_own_memory(tiny_vlm: Path, tin
         assert "lm_head.weight" in trainer.export(VERSION)
 
 
-@pytest.mark.parametrize("vision", [False, True])
-def test_adapters_go_where_the_settings_say(tiny_vlm: Path, vision: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("vision", [None, False, True])
+def test_adapters_go_where_the_settings_say(tiny_vlm: Path, vision: bool | None, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "rayloop.engines.training.fsdp")
-    settings = FsdpSettings(lora=LoraSettings(rank=4, vision=vision))
+    settings = FsdpSettings(lora=LoraSettings(rank=4), train_vision=vision)
     with engine(tiny_vlm, settings, OptimizerSettings(lr=1e-2)) as trainer:
         before = trainer.export(VERSION)
         trainer.train([mixed_items(tiny_vlm)])
         changed = _changed(before, trainer.export(VERSION))
     assert all(name.split(".")[-2] in LoraSettings().targets for name in changed)
-    assert any(name.startswith("visual.") for name in changed) is vision
+    assert any(name.startswith("visual.") for name in changed) is bool(vision)
     assert len([name for name in changed if name.startswith("model.layers")]) == 2 * 7
     rank_times_sides = 4 * sum(sum(before[name].shape) for name in changed)
     assert f"training {rank_times_sides} of " in caplog.text
@@ -332,7 +332,7 @@ def test_each_parameter_group_is_perturbed_and_restored(request: pytest.FixtureR
 
 def test_perturbed_weights_are_never_saved_and_a_load_undoes_them(tiny_vlm: Path, tmp_path: Path) -> None:
     """With frozen parts too, which a checkpoint does not hold."""
-    with engine(tiny_vlm, FsdpSettings(freeze_vision=True)) as trainer:
+    with engine(tiny_vlm, FsdpSettings(train_vision=False)) as trainer:
         trainer.save(str(tmp_path / "state"))
         weights = trainer.export(VERSION)
         for group in ("vision", "language"):
@@ -347,7 +347,7 @@ def test_perturbed_weights_are_never_saved_and_a_load_undoes_them(tiny_vlm: Path
 
 
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4, dropout=0.1)])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
 def test_a_loaded_trainer_continues_bit_exactly(
     tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: LoraSettings | None, beside: bool
 ) -> None:

@@ -14,7 +14,7 @@ from rayloop.core.failures import ConfigError, OverLongPrompt, WorkerLost
 from rayloop.core.types import Sampling, TokenPrompt
 from rayloop.engines.generation.vllm_process import common_arguments
 from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
-from tests.contracts.test_engine import GREEDY, Served
+from tests.contracts.test_engine import ENGINES, GREEDY, Served
 from tests.engines.prompts import prompt
 from tests.support.vllm_processes import engine_cores, engine_workers
 
@@ -28,7 +28,7 @@ async def until_unhealthy(served: Served) -> None:
 @pytest.mark.timeout(300)
 def test_a_dead_worker_fails_what_waits_for_it(tiny_text: Path) -> None:
     """The death of the engine process is in tests/cluster/test_vllm_runs.py."""
-    served = Served("vllm", tiny_text, max_model_len=512)
+    served = Served("vllm", tiny_text, extra=ENGINES["vllm"]["extra"] | {"max_model_len": 512})
     served.run(served.load(served.start))
     this = psutil.Process()
     (core,), (worker,) = engine_cores(this), engine_workers(this)
@@ -74,8 +74,8 @@ def test_arguments_that_are_ours_are_refused(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "backend"), [({}, "uni"), ({"tensor_parallel": 2}, "mp"), ({"extra": {"pipeline_parallel_size": 2}}, "mp")]
+    ("extra", "backend"), [({}, "uni"), ({"tensor_parallel_size": 2}, "mp"), ({"pipeline_parallel_size": 2}, "mp")]
 )
-def test_workers_are_never_started_through_ray(settings: dict[str, object], backend: str) -> None:
-    arguments = common_arguments("model", VllmEngineSettings.model_validate(settings))
+def test_workers_are_never_started_through_ray(extra: dict[str, object], backend: str) -> None:
+    arguments = common_arguments("model", VllmEngineSettings(extra=extra))
     assert arguments["distributed_executor_backend"] == backend

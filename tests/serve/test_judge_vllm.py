@@ -35,12 +35,10 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = write_tiny_vlm(tmp_path_factory.mktemp("model"), texts * 20, vision=False, vocabulary=2048)
     engine = {
         "dtype": "float32",
-        "kv_cache_bytes": 2**28,
-        "max_model_len": 8192,
         "max_sequences": 8,
-        "extra": {"enforce_eager": True},
+        "extra": {"enforce_eager": True, "kv_cache_memory_bytes": 2**28, "max_model_len": 8192},
     }
-    backend = {"kind": "vllm", "model": str(model), "gpus": False, "engine": engine}
+    backend = {"kind": "vllm", "model": str(model), "gpus": 0, "engine": engine}
     args = {"backend": backend, "canary": {"right": False, "within": 120.0, "every": 600.0}, "replicas": {"cpus": 1}}
     with served(tmp_path_factory.mktemp("judge"), args) as made:
         made.ready(1)

@@ -143,6 +143,9 @@ class _AppendedLayer(DynamicLayer):
 class _Batch:
     """The state of one batch. Finished sequences stay in it until half are finished; then it is compacted."""
 
+    _positions: Tensor
+    """Of the next tokens, as the model counts them: [3 or 1, U, 1]."""
+
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, vocabulary: int, rows: Sequence[DecodeRequest]) -> None:
         self._model = model
         self._device = model.device
@@ -193,7 +196,7 @@ class _Batch:
         self._cache = DynamicCache(config=self._model.config)
         self._cache.layers = [_AppendedLayer() if type(layer) is DynamicLayer else layer for layer in self._cache.layers]
         self._length = 0
-        self._positions: Tensor = self._next_positions(position_ids).to(self._device)
+        self._positions = self._next_positions(position_ids).to(self._device)
         return self._forward(position_ids.to(self._device), **self._inputs(prompts, token_ids.to(self._device)))
 
     def _inputs(self, prompts: Sequence[Prompt], token_ids: Tensor) -> dict[str, Tensor]:

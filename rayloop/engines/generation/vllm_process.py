@@ -18,10 +18,6 @@ from rayloop.engines.settings import VllmEngineSettings
 TESTED = SpecifierSet(">=0.28,<0.33")
 """Releases of vLLM: 0.32.0 is what the contract tests run with (on CPU); 0.28.0, which goes with torch 2.13.0 on GPUs, has the
 same calls and arguments by its source, and has not been run."""
-MOST = 0.9
-"""Share of a GPU for weights and cache, unless ``memory_fraction`` is set."""
-LITTLE = 0.01
-"""The same with ``kv_cache_bytes``, which sets the cache's size: vLLM only checks at its start that this share is free."""
 LIVENESS = 1.0
 """Seconds between two checks, by a call that waits for vLLM, that vLLM's processes are alive."""
 
@@ -63,15 +59,14 @@ def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]
     """Returns arguments of ``AsyncEngineArgs``; ``settings.extra`` overrides them."""
     # Left to itself, vLLM starts several workers through Ray when its own process is in a placement group, as every actor of a run
     # is: it would want bundles of one GPU each, and a Ray that its engine process has not joined.
-    several = settings.tensor_parallel * settings.extra.get("pipeline_parallel_size", 1) > 1
-    fraction = settings.memory_fraction or (LITTLE if settings.kv_cache_bytes else MOST)
+    several = settings.tensor_parallel * settings.pipeline_parallel > 1
     return {
         "model": model,
         "dtype": settings.dtype,
         "tensor_parallel_size": settings.tensor_parallel,
         "distributed_executor_backend": "mp" if several else "uni",
         "max_model_len": settings.max_model_len,
-        "gpu_memory_utilization": fraction,
+        "gpu_memory_utilization": settings.memory_fraction,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "max_num_seqs": settings.max_sequences,
         "enable_prefix_caching": True,

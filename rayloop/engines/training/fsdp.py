@@ -318,15 +318,13 @@ class FsdpEngine:
 
     def _choose_trainable(self) -> None:
         """Apply freezing, adapters and gradient checkpointing to the model as loaded. Raises ConfigError."""
-        lora, frozen = self._settings.lora, self._settings.freeze_vision
-        if frozen and not has_vision(self._model.config):
-            raise ConfigError("policy.engine.freeze_vision: the model has no vision tower to freeze")
-        if frozen and lora is not None and lora.vision:
-            raise ConfigError("policy.engine: freeze_vision and lora.vision contradict each other")
+        lora, vision = self._settings.lora, self._settings.trains_vision
+        if self._settings.train_vision is not None and not has_vision(self._model.config):
+            raise ConfigError("policy.engine.train_vision: the model has no vision tower. Leave the key out")
         self._model.requires_grad_(True)
         if lora is not None:
-            add_adapters(self._model, lora, self._names)
-        elif frozen:
+            add_adapters(self._model, lora, vision, self._names)
+        elif not vision:
             groups = model_groups(self._names.values())
             tower = {*groups["vision"], *groups["merger"]}
             for name, parameter in self._model.named_parameters():

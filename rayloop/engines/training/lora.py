@@ -16,7 +16,7 @@ from rayloop.engines.settings import LoraSettings
 ADAPTER = "default"
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraSettings, checkpoint_names: Mapping[str, str]) -> None:
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, vision: bool, checkpoint_names: Mapping[str, str]) -> None:
     """Freeze the model and put adapters on its linear layers named in ``targets``, in place; on those of the vision tower, partly
     of the same names, only with ``vision``. Raises ConfigError when there is no layer to adapt."""
     from peft import LoraConfig, inject_adapter_in_model
@@ -27,9 +27,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, checkpoint_name
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module is not head
-        and (settings.vision or checkpoint_names[f"{name}.weight"] not in in_vision)
+        if isinstance(module, nn.Linear) and module is not head and (vision or checkpoint_names[f"{name}.weight"] not in in_vision)
     ]
     targets = [name for name in linear if name.rpartition(".")[2] in settings.targets] or linear
     if not targets:

@@ -205,11 +205,8 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
         "there is no module rayloop.judge_app",
         lambda d: replace(spec(d, "RayService"), "serveConfigV2", "rayloop.serve_apps.", "rayloop.judge_app."),
     ),
-    ("args: ", lambda d: replace(spec(d, "RayService"), "serveConfigV2", "tensor_parallel", "tensor_paralel")),
-    (
-        "no group has room for a replica",
-        lambda d: replace(spec(d, "RayService"), "serveConfigV2", "tensor_parallel: 4", "tensor_parallel: 8"),
-    ),
+    ("args: ", lambda d: replace(spec(d, "RayService"), "serveConfigV2", "gpus:", "gpu:")),
+    ("no group has room for a replica", lambda d: replace(spec(d, "RayService"), "serveConfigV2", "gpus: 4", "gpus: 8")),
     ("no port named serve at 9000", lambda d: replace(spec(d, "RayService"), "serveConfigV2", "port: 8000", "port: 9000")),
     ("is not `python -m rayloop train`", lambda d: spec(d, "RayJob").update(entrypoint="python train.py")),
     ("without --again", lambda d: replace(spec(d, "RayJob"), "entrypoint", " --again=20", "")),

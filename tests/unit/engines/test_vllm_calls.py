@@ -121,7 +121,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize(("given", "limit"), [({}, 4096), ({"max_model_len": 8192}, 8192)])
+@pytest.mark.parametrize(("given", "limit"), [({}, 4096), ({"extra": {"max_model_len": 8192}}, 8192)])
 def test_the_engine_has_room_for_an_episode(tmp_path: Path, given: dict[str, Any], limit: int) -> None:
     """By the model's own limit, which may be lower, an episode would be excluded instead of ending as over_length."""
     changes = {
@@ -266,12 +266,12 @@ def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(
 
 @pytest.mark.parametrize(
     ("given", "fraction"),
-    [({}, 0.9), ({"memory_fraction": 0.5}, 0.5), ({"kv_cache_bytes": 1 << 30}, 0.01),
-     ({"kv_cache_bytes": 1 << 30, "memory_fraction": 0.3}, 0.3)],
+    [({}, 0.9), ({"gpu_memory_utilization": 0.5}, 0.5), ({"kv_cache_memory_bytes": 1 << 30}, 0.01),
+     ({"kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.3}, 0.3)],
 )  # fmt: skip
 def test_an_engine_whose_cache_is_given_starts_beside_others_on_its_gpu(given: dict[str, Any], fraction: float) -> None:
     """vLLM (v1/worker/utils.py, request_memory) wants gpu_memory_utilization of the whole GPU free, whatever it then takes."""
-    assert common_arguments("model", VllmEngineSettings.model_validate(given))["gpu_memory_utilization"] == fraction
+    assert common_arguments("model", VllmEngineSettings(extra=given))["gpu_memory_utilization"] == fraction
 
 
 def test_flashinfer_is_not_compiled_unless_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -57,9 +57,9 @@ def test_adapters_are_counted_as_the_published_run_reports_them() -> None:
     shape = qwen3b()
     lora = FsdpSettings.model_validate({"lora": {"rank": 8}})
     assert shape.trained(lora) == 14_966_784
-    assert shape.trained(FsdpSettings.model_validate({"lora": {"rank": 8, "vision": True}})) == 18_576_384
+    assert shape.trained(FsdpSettings.model_validate({"lora": {"rank": 8}, "train_vision": True})) == 18_576_384
     assert shape.trained(FsdpSettings()) == shape.parameters
-    assert shape.trained(FsdpSettings(freeze_vision=True)) == shape.parameters - shape.vision_parameters
+    assert shape.trained(FsdpSettings(train_vision=False)) == shape.parameters - shape.vision_parameters
     assert shape.cache == 2 * 36 * 256
 
 
@@ -101,12 +101,12 @@ def test_activations_follow_what_is_computed_at_once() -> None:
     small = parts(run_of(policy__engine__micro_batch_tokens=2000), "policy")["activations"]
     assert small == pytest.approx(whole / 8, rel=0.3)
     assert parts(run_of(policy__engine__dtype="bfloat16", rollout__engine__dtype="bfloat16"), "policy")["activations"] == whole // 2
-    assert parts(run_of(policy__engine__freeze_vision=True), "policy")["activations"] < whole
+    assert parts(run_of(policy__engine__train_vision=False), "policy")["activations"] < whole
 
 
 def test_only_the_first_prompt_is_shared() -> None:
     """A step of one group of eight, in one micro-batch: 1000 + 8 x 200 tokens, or 8 x 1200 where each turn has its observation."""
-    step = {"algorithm__groups_per_step": 1, "algorithm__group_size": 8, "policy__engine__freeze_vision": True}
+    step = {"algorithm__groups_per_step": 1, "algorithm__group_size": 8, "policy__engine__train_vision": False}
     one = parts(run_of(**step), "policy")["activations"]
     many = parts(run_of(**step, environment__episode__max_turns=3), "policy")["activations"]
     cache = 2 * 256

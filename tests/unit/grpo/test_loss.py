@@ -85,7 +85,7 @@ def test_decoupled_and_bypass_agree_while_nothing_is_clipped_or_capped() -> None
 
 @pytest.mark.parametrize("correction", ["decoupled", "bypass", "none"])
 def test_replayed_tokens_treated_as_on_policy_have_weight_one(correction: str) -> None:
-    settings = LossSettings(correction=correction, correction_cap=0.5, dual_clip=None)
+    settings = LossSettings(correction=correction, dual_clip=None)
     old, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-9.0, -1.0])
     on_policy = torch.tensor([True, False])
     result = policy_loss(old.clone(), old, behaviour, torch.ones(2), settings, on_policy=on_policy)

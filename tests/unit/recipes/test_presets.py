@@ -73,7 +73,7 @@ def test_the_trainer_fits(preset: tuple[str, RunConfig]) -> None:
 def test_the_engine_fits(preset: tuple[str, RunConfig]) -> None:
     """Its share holds the weights with room for a cache; on a GPU that it shares it asks for no more than its part."""
     _, config = preset
-    engine, share = config.rollout.engine, config.rollout.placement.num_gpus
+    engine, share = config.engine, config.rollout.placement.num_gpus
     assert isinstance(engine, VllmEngineSettings)
     assert 2 * PARAMETERS[config.model.path] / engine.tensor_parallel <= 0.6 * engine.memory_fraction * GPU
     assert engine.memory_fraction <= min(share, 0.9)

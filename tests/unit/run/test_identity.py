@@ -19,6 +19,7 @@ from rayloop.core.types import Task
 from rayloop.recipes.digits.data import DigitRows
 from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
+from rayloop.run.export import recorded
 from rayloop.run.identity import about, changes, check, identity
 from tests.support.runs import ROOT, set_key, settings
 
@@ -140,9 +141,9 @@ UNFIT = {
     "pixels": (setting("model.max_pixels", 78400), ["model.max_pixels was 1003520 and is 78400. Set it back"]),
     "rank": (setting("policy.engine.lora.rank", 4), ["policy.engine.lora.rank was 8 and is 4. Set it back"]),
     "no lora": (setting("policy.engine.lora", None), ["policy.engine.lora"]),
-    "frozen": (setting("policy.engine.freeze_vision", True), ["policy.engine.freeze_vision was False and is True"]),
+    "frozen": (setting("policy.engine.train_vision", False), ["policy.engine.train_vision was None and is False"]),
     "seed": (setting("seed", 5), ["seed was 0 and is 5"]),
-    "order": (setting("data.shuffle", False), ["data.shuffle was True and is False"]),
+    "order": (setting("data.order", "file"), ["data.order was None and is file"]),
     "optimizer": (setting("policy.optimizer.kind", "sgd"), ["policy.optimizer.kind was adamw and is sgd"]),
     "rows": (rows, ["data.train had 24 usable rows and has 23", "Name the same rows"]),
     "reader": (setting("data.reader.use", "tests.unit.run.test_identity:Fewer"), ["data.train had 24 usable rows and has 23"]),
@@ -181,7 +182,6 @@ FINE = {
     "nothing": (lambda run: None, {}),
     "learning rate": (setting("policy.optimizer.lr", 1e-5), {"policy.optimizer.lr": (1e-3, 1e-5)}),
     "group size": (setting("algorithm.group_size", 8), {"algorithm.group_size": (4, 8)}),
-    "dropout": (setting("policy.engine.lora.dropout", 0.1), {"policy.engine.lora.dropout": (0.0, 0.1)}),
     "ranks": (setting("policy.ranks", 2), {"policy.ranks": (1, 2)}),
     "a list": (setting("environment.episode.environment.with", {"marks": "m"}),
                {"environment.episode.environment.with": ({}, None), "environment.episode.environment.with.marks": (None, "m")}),
@@ -210,6 +210,10 @@ def test_a_checkpoint_with_keys_that_are_no_keys_any_more_is_continued(made: Run
     marker = made.checkpoint.folder / MARKER
     written = json.loads(marker.read_text(encoding="utf-8")) | {"own_crc32": None}
     set_key(written["config"], "policy.engine.lora.targets", ["q_proj"])
+    set_key(written["config"], "policy.engine.lora.dropout", 0.1)
+    set_key(written["config"], "policy.engine.lora.vision", False)
+    set_key(written["config"], "policy.engine.freeze_vision", False)
+    set_key(written["config"], "data.shuffle", True)
     set_key(written["config"], "alarms.least", 20)
     marker.write_text(json.dumps(written), encoding="utf-8")
     check(made.checkpoint, made.config, made.hashes)
@@ -229,3 +233,15 @@ def test_a_model_that_is_nowhere_has_no_identity(made: Run) -> None:
     made.values["model"]["path"] = "nobody/nothing"
     with pytest.raises(ConfigError):
         identity(made.config)
+
+
+def test_a_run_folder_of_another_version_is_refused_with_key_and_file(made: Run) -> None:
+    set_key(made.values, "policy.engine.freeze_vision", True)
+    file = made.folder / "config.yaml"
+    file.write_text(json.dumps(made.values, indent=1), encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        recorded(file)
+    message = str(raised.value)
+    assert f"{file}:" in message
+    assert "policy.engine.freeze_vision: unknown key" in message
+    assert f"Remove the unknown keys from {file}" in message

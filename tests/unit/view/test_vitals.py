@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> RunFolder:
 def told(folder: RunFolder, *happened: tuple[Event, int | None], replacements: int = 4) -> Vitals:
     for event, step in happened:
         folder.events.append(event, step)
-    settings = {"recovery": {"replacements": replacements, "minimum": 1}, "checkpoint": {"every": 5}}
+    settings = {"recovery": {"replacements": replacements}, "checkpoint": {"every": 5}}
     vitals = Vitals(folder, settings)
     vitals.update()
     return vitals

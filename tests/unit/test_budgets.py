@@ -1,0 +1,85 @@
+"""How large the project may be: keys, lines, modules and words. A change that needs more takes something else away."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.pages.config import count_fields
+from rayloop.run.config import RunConfig
+from tests.support.runs import ROOT
+
+KEYS = 120
+LINES = 45_000
+CLUSTER_LINES = 4_500
+MODULES = 15
+WORDS = 30_000
+GLOSSARY_WORDS = 400
+PRODUCT = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
+"""The folders that are installed."""
+GENERATED = tuple(f"docs/{name}.md" for name in ("config", "components", "events", "metrics", "doctor", "sft"))
+"""Pages that ``make docs`` writes."""
+
+
+def tracked(*patterns: str) -> list[Path]:
+    """Files that git has, relative to the root."""
+    found = subprocess.run(["git", "ls-files", "--", *patterns], cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode or not found.stdout:
+        pytest.skip("this is no checkout of git")
+    return [Path(line) for line in found.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def text(path: Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def product() -> list[Path]:
+    return tracked(*(f"{folder}/**.py" for folder in PRODUCT))
+
+
+def lines(paths: list[Path]) -> int:
+    return sum(len(text(path).splitlines()) for path in paths)
+
+
+def words(path: Path) -> int:
+    return len(re.findall(r"\S+", text(path)))
+
+
+def test_the_keys_of_a_run() -> None:
+    assert count_fields(RunConfig) <= KEYS
+
+
+def test_the_lines_of_the_product() -> None:
+    assert lines(product()) <= LINES
+
+
+def test_the_lines_of_the_driver() -> None:
+    assert lines(tracked("cluster/**.py")) <= CLUSTER_LINES
+
+
+def test_the_modules_of_a_folder() -> None:
+    folders = Counter(path.parent for path in product() if path.name != "__init__.py")
+    assert {str(folder): count for folder, count in folders.items() if count > MODULES} == {}
+
+
+def test_the_words_of_the_pages_that_people_write() -> None:
+    pages = [path for path in tracked("*.md") if str(path) not in GENERATED and path.parts[0] != "tests"]
+    assert sum(map(words, pages)) <= WORDS
+
+
+def test_the_words_of_the_glossary() -> None:
+    assert words(Path("docs/glossary.md")) <= GLOSSARY_WORDS
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    places = defaultdict[str, list[str]](list)
+    for path in product():
+        for node in ast.parse(text(path)).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
