@@ -1,4 +1,4 @@
-"""What all actors have in common: they show what they are doing, and see how the processes that they start end."""
+"""The base of all actors: its debug methods, and how it treats child processes and GPUs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import ray
 
 GROUPS = {"debug": 1, "background": 1}
-"""Ray's concurrency groups of every actor, each with a thread of its own: ``stacks`` answers when all others hang, and what goes
-on beside other calls is waited for in ``background``."""
+"""Ray's concurrency groups of every actor, each with a thread of its own: ``debug`` answers when all others hang, ``background``
+waits for work beside other calls."""
 
 
 def dump() -> str:
-    """The stacks of this process's threads, without the one that asks."""
+    """The stacks of this process's threads, without the calling one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = [f"pid {os.getpid()}"]
     for ident, frame in sys._current_frames().items():
@@ -29,7 +29,7 @@ def dump() -> str:
 
 
 def hide_gpus() -> None:
-    """An actor that was given no GPU does not see those of its machine: it would take memory that vLLM counts as free."""
+    """Hide the machine's GPUs from an actor without one, which would take memory that vLLM counts as free."""
     if ray.is_initialized() and not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -38,9 +38,9 @@ class Actor:
     """Base of all actors."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Actor:
-        """Let the process see how its children end, and hide GPUs that are not its own."""
-        # A worker that is a subreaper (rayloop/launch/ray_variables.py) ignores SIGCHLD: every child would seem to end with code 0.
-        # Through libc, since Ray may create an actor outside of the main thread, where Python refuses.
+        """Let the process see the exit codes of its children, and hide GPUs that are not its own."""
+        # A subreaper (rayloop/launch/ray_variables.py) ignores SIGCHLD, so every child would seem to end with code 0. Through libc,
+        # since Ray may create an actor outside of the main thread, where Python refuses.
         ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(None))
         hide_gpus()
         return super().__new__(cls)
@@ -57,5 +57,5 @@ class Actor:
 
     @ray.method(concurrency_group="debug")
     def stacks(self) -> str:
-        """What all threads of this actor are doing, as text; answers when every other call hangs."""
+        """The stacks of all threads; answers when every other call hangs."""
         return dump()

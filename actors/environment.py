@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rayloop.actors.base import Actor
-from rayloop.actors.fates import cause
+from rayloop.actors.failures import cause
 from rayloop.actors.handles import Handle
 from rayloop.actors.images import SentImages
 from rayloop.actors.lease import Engine, FirstTurn, Lease, LeasedEngine, LeasesEngines
@@ -33,20 +33,20 @@ from rayloop.core.failures import (
 from rayloop.core.threads import hanging
 from rayloop.core.types import RolloutRequest, Summary, Trajectory
 from rayloop.envs.episode import play, summarize
-from rayloop.envs.first_prompts import FirstPrompts
-from rayloop.envs.kinds import Environments
+from rayloop.envs.episode import FirstPrompts
+from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 
 logger = logging.getLogger(__name__)
 
 
 REQUEST_SHARE = 1 / 6
-"""Of ``environment.episode_timeout``: seconds for one generation request, after which the engine counts as lost and the turn is
-generated elsewhere. So several engines can be lost within one episode."""
+"""Of ``environment.episode_timeout``: the time of one generation request, after which the engine counts as lost and the turn is
+generated elsewhere."""
 
 
 class EnvironmentActor(Actor):
-    """Never chooses an engine: it is given a lease, and asks the driver for another when that one's engine is lost."""
+    """Plays on the engine of a lease, and gets another lease from the driver when that engine is lost."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class EnvironmentActor(Actor):
     async def play(
         self, requests: Sequence[RolloutRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
     ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
-        """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): what became of each, then payloads.
+        """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): their results, then their payloads.
 
-        A failure is a value, it comes without a payload, and costs the others nothing. Takes at most the timeout of an episode,
-        and what closing its environment takes (``CLOSE_TIMEOUT``). Raises WorkerSpent, before anything is played.
+        A failure is a value without a payload. Takes at most the timeout of an episode and ``CLOSE_TIMEOUT``. Raises WorkerSpent,
+        before anything is played.
         """
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
@@ -114,14 +114,14 @@ class EnvironmentActor(Actor):
 
 
 def _own(request: RolloutRequest) -> RolloutRequest:
-    """With a task whose values are its own: what an episode does to them, the others do not see. Messages cannot be changed."""
+    """The request with a copy of its task's values, so that episodes do not share them. Messages cannot be changed."""
     task = request.task
     own = replace(task, ground_truth=copy.deepcopy(task.ground_truth), extra=copy.deepcopy(task.extra))
     return replace(request, task=own)
 
 
 def classify(raised: BaseException) -> Failure:
-    """What was raised while an episode was played, as a value: here, once, where it is known whose code raised it."""
+    """An error of an episode as a value: made here, where it is known whose code raised it."""
     match error := cause(raised):
         case DataFailure():  # an engine's comes wrapped
             scope = Scope.EPISODE if error is raised else Scope.ENGINE
@@ -138,7 +138,7 @@ def classify(raised: BaseException) -> Failure:
 
 
 def _failed(request: RolloutRequest, raised: BaseException) -> Failure:
-    """The failure of an episode. What nobody foresaw, and what an environment raised, is logged with its traceback."""
+    """The failure of an episode. Unforeseen errors, and those of environments, are logged with their traceback."""
     error, failure = cause(raised), classify(raised)
     foreseen = isinstance(error, InfrastructureFailure | DataFailure | OverLongPrompt)
     if isinstance(error, EnvironmentFailed) or not foreseen:

@@ -1,9 +1,6 @@
-"""Typed handles of actors, and the one place where a method of one is called: its class, its arguments and its answer are checked.
+"""Typed handles of actors: the type checker refuses wrong methods and arguments, which Ray's handles refuse only at run time.
 
-    outcomes = await submit(handle, RewardActor.score, task, step, resolved(payload))
-
-Ray's handles take any method with any argument, and refuse it at run time. Here the type checker refuses a renamed method, a wrong
-argument and a method of another role.
+outcomes = await submit(handle, RewardActor.score, task, step, resolved(payload))
 """
 
 from __future__ import annotations
@@ -24,11 +21,11 @@ S = TypeVar("S")
 
 
 class Handle(Generic[A_co]):
-    """The type of a handle of an actor of class ``A_co``. At run time it is Ray's: nothing is ever an instance of this class."""
+    """The type of a handle of an actor of class ``A_co``. At run time it is Ray's handle."""
 
 
 def create(actor: Callable[P, A], options: Mapping[str, Any], *args: P.args, **kwargs: P.kwargs) -> Handle[A]:
-    """Start an actor with Ray's ``options``. Its constructor runs there: what it raises is raised by the first call."""
+    """Start an actor with Ray's ``options``. The first call raises what its constructor raised."""
     return cast(Handle[A], ray.remote(concurrency_groups=GROUPS)(actor).options(**options).remote(*args, **kwargs))
 
 
@@ -43,36 +40,22 @@ def submit(handle: Handle[A], method: Callable[Concatenate[A, P], R], *args: P.a
 
 
 def submit(handle: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Ref[Any]:
-    """Begin a call. The answer is owned by this process: it stays in the object store until the reference goes."""
+    """Begin a call. This process owns the answer, which stays in the object store as long as the reference."""
     return cast(Ref[Any], getattr(handle, method.__name__).remote(*args, **kwargs))
-
-
-def submit_pair(
-    handle: Handle[A],
-    method: Callable[Concatenate[A, P], tuple[R, S] | Coroutine[Any, Any, tuple[R, S]]],
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> tuple[Ref[R], Ref[S]]:
-    """Begin a call of a method that gives a pair, whose halves get a reference each: the first is awaited while the second stays
-    where it is."""
-    return cast(tuple[Ref[R], Ref[S]], _split(handle, 2, method, *args, **kwargs))
 
 
 def submit_split(
     handle: Handle[A],
     returns: int,
-    method: Callable[Concatenate[A, P], Coroutine[Any, Any, tuple[R, *tuple[S, ...]]]],
+    method: Callable[Concatenate[A, P], tuple[R, *tuple[S, ...]] | Coroutine[Any, Any, tuple[R, *tuple[S, ...]]]],
     *args: P.args,
     **kwargs: P.kwargs,
 ) -> tuple[Ref[R], *tuple[Ref[S], ...]]:
-    """The same with any number of values: ``returns``."""
-    return cast(tuple[Ref[R], *tuple[Ref[S], ...]], _split(handle, returns, method, *args, **kwargs))
-
-
-def _split(handle: Any, returns: int, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Ref[Any], ...]:
-    return tuple(getattr(handle, method.__name__).options(num_returns=returns).remote(*args, **kwargs))
+    """Begin a call of a method that returns ``returns`` values, each with a reference: one is awaited while others stay remote."""
+    call: Any = getattr(handle, method.__name__).options(num_returns=returns)
+    return cast(tuple[Ref[R], *tuple[Ref[S], ...]], tuple(call.remote(*args, **kwargs)))
 
 
 def resolved(ref: Ref[R]) -> R:
-    """A reference in the place of an argument: Ray fetches it for the actor, whose method gets the value."""
+    """A reference as an argument: the actor's method gets its value."""
     return cast(R, ref)

@@ -1,7 +1,6 @@
-"""An image travels once per engine: a request names its images by content, and carries the bytes that its engine has not had.
+"""An image is sent once per engine: a request names its images by hash, and carries the bytes that its engine has not had.
 
-``SentImages`` is the half of a process that asks engines, ``ImageCache`` that of a rollout actor, in front of whatever engine. An
-engine gets whole prompts.
+``SentImages`` is the half of the process that calls engines, ``ImageCache`` that of a rollout actor. An engine gets whole prompts.
 """
 
 from __future__ import annotations
@@ -20,31 +19,28 @@ from rayloop.core.types import ImagesSent, PromptImage, TokenPrompt
 R = TypeVar("R")
 
 KEPT = 1 << 30
-"""Bytes of images that a rollout actor keeps: as many as 64 episodes of 15 screenshots of 1 MB show. With less, their next turns
-would ask for them again; those of running requests take their memory anyway, and stay beyond the limit."""
+"""Bytes of images that a rollout actor keeps, beside those of running requests: 64 episodes of 15 screenshots of 1 MB."""
 REMEMBERED = 1 << 15
-"""Images that a process remembers to have sent, over all engines, or to have had: some 10 MB. One that is forgotten is sent once
-more."""
+"""Images that a process remembers to have sent or had, in some 10 MB. One that is forgotten is sent again."""
 ARRIVING = 2.0
-"""Seconds that a request waits for an image that another one carries, from the same process at the same moment."""
+"""Seconds that a request waits for an image that another one carries."""
 
 
 @dataclass(frozen=True, slots=True)
 class MissingImages:
-    """The answer to a request that names images whose bytes are not there (any more): their hashes."""
+    """The answer to a request with images that the engine lacks: their hashes."""
 
     sha256: frozenset[str]
 
 
 class ImageCache:
-    """The encoded images of one rollout actor by their content, at most ``limit`` bytes and those of running requests; the least
-    recently used go first. For one event loop."""
+    """The encoded images of one rollout actor by hash, at most ``limit`` bytes and those of running requests; drops the least
+    recently used. For one event loop."""
 
     def __init__(self, limit: int = KEPT) -> None:
         self._running: Counter[str] = Counter()
         self._images: Cache[str, bytes] = Cache(limit, len, self._running.__contains__)
         self._came: Cache[str, bool] = Cache(REMEMBERED)
-        """Those that were there once."""
         self._changed = asyncio.Event()
 
     @property
@@ -54,8 +50,7 @@ class ImageCache:
 
     @asynccontextmanager
     async def whole(self, prompt: TokenPrompt) -> AsyncIterator[TokenPrompt | MissingImages]:
-        """The prompt with the bytes of all images that the engine cannot read from a path, which stay as long as the block runs; or
-        what is missing. What came with the prompt is kept either way."""
+        """The prompt with the bytes of all images that have no path, which are kept during the block; or the missing images."""
         names = [image.ref.sha256 for image in prompt.images]
         self._running.update(names)
         try:
@@ -84,7 +79,7 @@ class ImageCache:
         return replace(image, data=self._images.get(image.ref.sha256) or image.data)
 
     async def _missing(self, names: Collection[str]) -> frozenset[str]:
-        """Those that are not there. One that never was is on its way with another request, and is waited for."""
+        """The images that are not there. One that never came is on its way with another request, and is awaited."""
         with suppress(TimeoutError):
             async with asyncio.timeout(ARRIVING):
                 while missing := frozenset(name for name in names if self._images.get(name) is None):
@@ -96,7 +91,7 @@ class ImageCache:
 
 
 class SentImages:
-    """Which images each engine, by its serial number, has had from this process."""
+    """The images that each engine, by its serial number, has had from this process."""
 
     def __init__(self, limit: int = REMEMBERED) -> None:
         self._had: Cache[tuple[int, str], bool] = Cache(limit)
@@ -108,9 +103,9 @@ class SentImages:
         send: Callable[[TokenPrompt], Awaitable[R | MissingImages]],
         count: Callable[[ImagesSent], None],
     ) -> R:
-        """What the engine answers to the prompt, which ``send`` sends; again, with the bytes that it has forgotten, when it asks.
+        """The engine's answer to the prompt, which ``send`` sends, again with missing bytes when the engine asks for them.
 
-        ``count`` gets what is sent. Raises what ``send`` raises, and InfrastructureFailure when the engine lacks what was sent.
+        ``count`` gets the numbers of images sent. Raises InfrastructureFailure when the engine lacks images that were sent.
         """
         images = {image.ref.sha256 for image in prompt.images if image.data is not None}
         had, again = {name for name in images if self._had.get((engine, name))}, 0
@@ -118,7 +113,7 @@ class SentImages:
             sent = _without(prompt, had)
             carried = [image.data for image in sent.images if image.data is not None]
             count(ImagesSent(len(carried), sum(map(len, carried)), again))
-            for name in images:  # a later request only names them: the engine waits for what is on its way
+            for name in images:  # a later request only names them, and the engine waits for their bytes
                 self._had.put((engine, name), True)
             answer = await send(sent)
             if not isinstance(answer, MissingImages):
@@ -129,7 +124,7 @@ class SentImages:
 
 
 def _without(prompt: TokenPrompt, had: Collection[str]) -> TokenPrompt:
-    """The prompt without the bytes of images that were had, and with those of any other once."""
+    """The prompt without the bytes in ``had``, and with those of any other image once."""
     carried, images = set(had), []
     for image in prompt.images:
         images.append(replace(image, data=None) if image.ref.sha256 in carried else image)

@@ -1,4 +1,4 @@
-"""A lease on a pooled worker, and generation through leases that outlives the loss of an engine."""
+"""A lease on a pooled worker, and generation that continues on another engine when one is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from ray.exceptions import RayTaskError
 
-from rayloop.actors.fates import cause, is_lost, object_lost
+from rayloop.actors.failures import cause, is_lost, object_lost
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.images import MissingImages, SentImages
 from rayloop.core.types import Cohort, Completion, ImagesSent, RolloutRequest, Sampling, TokenPrompt
@@ -20,15 +20,14 @@ from rayloop.core.types import Cohort, Completion, ImagesSent, RolloutRequest, S
 logger = logging.getLogger(__name__)
 
 PATIENCE = 0.5
-"""Seconds that the first episodes of a call to ask their engine wait for the others, at least."""
+"""Minimum seconds that the first requests of a call's episodes wait for the others."""
 
 A_co = TypeVar("A_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Lease(Generic[A_co]):
-    """The right to use one worker: its serial number in the pool, its actor handle, its slot, which a replacement takes, and its
-    node (Ray's id; "" where that is not known)."""
+    """The right to use one worker: its serial number, its actor handle, its slot, and its node (Ray's id; "" when unknown)."""
 
     worker: int
     handle: Handle[A_co]
@@ -37,10 +36,10 @@ class Lease(Generic[A_co]):
 
 
 class Engine(Protocol):
-    """What an episode asks of a rollout actor."""
+    """The methods of a rollout actor that episodes call."""
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | MissingImages:
-        """Sample one turn. Images may be without their bytes; what is missing is the answer then."""
+        """Sample one turn, or return the missing images."""
         ...
 
     async def generate_each(
@@ -63,10 +62,10 @@ class LeasesEngines(Protocol):
 
 
 class FirstTurn:
-    """The first turn of the episodes of one call: those that ask for the same, but for the seed, ask with one request.
+    """The first turn of the episodes of one call: those with the same prompt, except for the seed, share one request.
 
-    It is sent when all have asked; or, with some missing, when as much time has passed again as the first one took to ask, at
-    least ``PATIENCE`` seconds. An episode that comes later asks alone. ``images`` are those that engines have had from here.
+    It is sent when all episodes have asked, or after twice the time that the first one took, at least ``PATIENCE`` seconds more. A
+    later episode asks alone.
     """
 
     def __init__(self, episodes: int, images: SentImages) -> None:
@@ -79,10 +78,7 @@ class FirstTurn:
     def ask(
         self, lease: Lease[Engine], prompt: TokenPrompt, sampling: Sampling, count: Callable[[ImagesSent], None]
     ) -> Awaitable[Completion]:
-        """The answer for one episode, which asks for the first time. Raises as a call of its own would.
-
-        ``count`` of one of those that ask together gets the images that are sent.
-        """
+        """The answer for one episode. Raises as a call of its own would. One ``count`` of each request gets the images sent."""
         loop = asyncio.get_running_loop()
         one = _Asked(lease, prompt, sampling, count, loop.create_future())
         self._asked.append(one)
@@ -92,7 +88,7 @@ class FirstTurn:
         return one.answer
 
     def without(self) -> None:
-        """One episode less is waited for: it has asked, or will not."""
+        """Wait for one episode less: it has asked, or will not."""
         self._missing -= 1
         if self._missing <= 0:
             self._send()
@@ -121,13 +117,13 @@ class _Asked:
 
     @property
     def request(self) -> Any:
-        """What is the same for those that can ask together. Images are what their hashes say."""
+        """The key of those that share a request. Images are compared by hash."""
         images = tuple(image.ref for image in self.prompt.images)
         return self.prompt.token_ids, images, self.prompt.cohort, self.sampling
 
 
 async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
-    """Send one request for all of these, and give each its answer, or what went wrong."""
+    """Send one request for all of these, and set the answer or the error of each."""
     first, answers = asked[0], list[Completion | Exception]()
     seeds = [one.prompt.seed for one in asked]
 
@@ -135,12 +131,12 @@ async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
         return submit(first.lease.handle, Engine.generate_each, sent, seeds, first.sampling)
 
     try:
-        said = await images.exchange(first.lease.worker, first.prompt, send, first.count)
-        answers += [one.as_instanceof_cause() if isinstance(one, RayTaskError) else one for one in said]
+        found = await images.exchange(first.lease.worker, first.prompt, send, first.count)
+        answers += [one.as_instanceof_cause() if isinstance(one, RayTaskError) else one for one in found]
     except Exception as error:
         answers += [error] * len(asked)
     for one, answer in zip(asked, answers, strict=True):
-        if one.answer.done():  # nobody waits any more
+        if one.answer.done():  # it was cancelled
             continue
         if isinstance(answer, Exception):
             one.answer.set_exception(answer)
@@ -151,9 +147,8 @@ async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
 class LeasedEngine:
     """Generation for one episode: on the leased engine, and when that is lost on the next one that the driver leases.
 
-    With ``first``, its first request is one with those of the other episodes of its call.
-    In deterministic mode (``request.cohort``) the requests of a group's first attempt are decoded as one batch; after a
-    loss, or in a later attempt, the episode generates alone. ``images`` are those that engines have had from this process.
+    With ``first``, its first request is shared. In deterministic mode (``request.cohort``) the requests of a group's first attempt
+    are decoded as one batch; after a loss, or in a later attempt, the episode generates alone.
     """
 
     def __init__(
@@ -174,10 +169,9 @@ class LeasedEngine:
             self._cohort = Cohort(str(request.id.group), request.cohort)
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn; the same prompt and seed are sent again elsewhere when an engine is lost.
+        """Sample one turn; the same prompt and seed are sent to another engine when one is lost.
 
-        Raises what the engine raises, and what ``driver.lease_engine`` raises when no engine is left. That call has no
-        deadline here: the driver bounds the wait for a replacement.
+        Raises what the engine and ``driver.lease_engine`` raise. That call has no deadline here: the driver bounds its wait.
         """
         while True:
             sent = dataclasses.replace(prompt, cohort=self._cohort)
@@ -188,7 +182,7 @@ class LeasedEngine:
                         return await first.ask(self._lease, sent, sampling, self._count)
                     return await self._ask(sent, sampling)
             except Exception as error:
-                if not (is_lost(error) or object_lost(error)):  # the answer, too, can be lost
+                if not (is_lost(error) or object_lost(error)):  # also when the answer is lost
                     raise
                 logger.warning("episode %s lost engine %d: %r", self._key, self._lease.worker, error)
                 self._cohort = None
@@ -205,7 +199,7 @@ class LeasedEngine:
         self.sent += sent
 
     def leave(self) -> None:
-        """The episode has ended: nobody waits for it any longer."""
+        """The episode has ended: no other one waits for it."""
         if self._first is not None:
             self._first.without()
         if self._cohort is not None:

@@ -1,4 +1,4 @@
-"""One rank of the policy: trains on the share of the groups that the driver assigned to it, and exports the weights."""
+"""One rank of the policy: trains on its share of the groups, and exports the weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from rayloop.actors.base import Actor
-from rayloop.actors.lost import fetch
+from rayloop.actors.failures import fetch
 from rayloop.core.files import Checksum, appears
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import Manifest, TrainItem
@@ -71,10 +71,10 @@ def assignments(
     groups: Sequence[Group], ranks: int, update: UpdateSettings, seed: int, version: Version, nominal: int, *,
     treat_as_on_policy: bool,
 ) -> list[list[list[Assignment]]]:  # fmt: skip
-    """What each rank trains on in a step on the kept members of the groups, for each of its updates.
+    """The kept members of the groups that each rank trains on, for each update of a step.
 
-    Mini-batches are cut at group boundaries and shuffled by seed and step; within one, whole groups are spread over the ranks
-    (``shares``). ``nominal`` is the number of trajectories of a full step.
+    Mini-batches are cut at group boundaries and shuffled by seed and step; whole groups are spread over the ranks (``shares``).
+    ``nominal``: trajectories of a full step.
     """
 
     def assignment(member: Member) -> Assignment:
@@ -97,7 +97,8 @@ def assignments(
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What every rank of the policy is made from, the same for all."""
+    """The settings of all ranks. ``folder``: where the transport may write weight updates; ``adapter_reference``
+    (``reference: adapter_off``): this engine, with its adapter disabled, is the reference."""
 
     model: ModelSettings
     engine: FsdpSettings
@@ -105,14 +106,12 @@ class RankSettings:
     loss: LossSettings
     transport: TransportSettings
     folder: str
-    """Where the transport may write weight updates."""
     seed: int
     adapter_reference: bool = False
-    """``reference: adapter_off``: this engine, with its adapter disabled, is the reference."""
 
 
 class PolicyRank(Actor):
-    """Methods are collective: the driver calls each on all ranks with the same arguments but for the share."""
+    """Methods are collective: the driver calls each on all ranks, with the same arguments except for the share."""
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self.settings, self.rank, self.world_size = settings, rank, world_size
@@ -121,10 +120,7 @@ class PolicyRank(Actor):
         self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = ((), {}, 0.0)
 
     def address(self) -> Address | None:
-        """Open the place where the ranks meet, on any free port, and keep it open. None on all but the first rank.
-
-        Raises WorkerStartFailed.
-        """
+        """Open the rendezvous of the ranks on a free port. None on all but the first rank. Raises WorkerStartFailed."""
         if self.rank:
             return None
         self._before_torch()
@@ -135,10 +131,7 @@ class PolicyRank(Actor):
         return host, self._meeting.port
 
     def join(self, meeting: Address | str) -> None:
-        """Build the engine; returns when all ranks have met: where ``address`` said, or at a file:// that all of them see.
-
-        Raises WorkerStartFailed when the place is not to be reached.
-        """
+        """Build the engine; returns when all ranks have met, at ``meeting`` or a shared file://. Raises WorkerStartFailed."""
         self._before_torch()
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.engines.training.sharding import meeting_place
@@ -160,10 +153,8 @@ class PolicyRank(Actor):
             grow_segments()
 
     def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
-        """Get hold of this rank's share of the next step; waits for no other rank.
-
-        Returns the trajectories whose payload or reference log-probs are gone: the rest must then be assigned anew.
-        """
+        """Fetch this rank's share of the next step. Returns the trajectories of which data is lost: the rest must then be
+        assigned again."""
         began = time.perf_counter()
         assigned = [a for update in updates for a in update]
         found, gone = fetch([ref for a in assigned for ref in (a.payload, a.reference) if ref is not None])
@@ -188,7 +179,7 @@ class PolicyRank(Actor):
         return {**report, "timing_s/fetch": seconds}
 
     def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> list[dict[str, float]]:
-        """Behaviour log-probs against the trainer's, one row of sums per trajectory that is not lost (see ``LogprobGap``)."""
+        """Behaviour log-probs against the trainer's: one row of sums per trajectory that is not lost (``LogprobGap``)."""
         fetched, _ = fetch(payloads)
         trajectories = [fetched[ref] for ref in payloads if ref in fetched]
         found = self.engine.logprobs(trajectories)
@@ -232,26 +223,26 @@ class PolicyRank(Actor):
         self.engine.restore_parameters()
 
     def shares(self, probe: str, within: float) -> str | None:
-        """Leave a sign in the folder ``probe``, which the driver has made. Returns None; or the machine's name, when it is not seen
-        here ``within`` so many seconds."""
+        """Write a file into the folder ``probe``, made by the driver. Returns None, or the host name when the folder does not
+        appear ``within`` seconds."""
         if not appears(Path(probe), within):
             return self.host()
         (Path(probe) / f"rank-{self.rank}").touch()
         return None
 
     def save(self, folder: str) -> Mapping[str, Checksum]:
-        """Write this rank's state of the trainer into a folder that all ranks see. Returns name -> sum of its files."""
+        """Write this rank's trainer state into a shared folder. Returns name -> checksum of its files."""
         return self.engine.save(folder)
 
     def begin_save(self, folder: str) -> None:
-        """The same beside training: returns when what is to be saved has been copied to the host's memory. One at a time."""
+        """Save beside training: returns when the state is copied to the host's memory. One at a time."""
         self._written = self.engine.begin_save(folder)
 
     @ray.method(concurrency_group="background")
     def finish_save(self, within: float) -> Mapping[str, Checksum]:
-        """Wait until it is written, for so many seconds. Returns and raises what ``save`` does, TimeoutError."""
+        """Wait ``within`` seconds until it is written. Returns and raises what ``save`` does; raises TimeoutError."""
         return self._written.result(within)
 
     def load(self, folder: str, sums: Mapping[str, Checksum]) -> None:
-        """Take over what ``save`` wrote; ``sums`` is what it returned, of all ranks, as far as that is known. Raises Damaged."""
+        """Restore what ``save`` wrote; ``sums``: its checksums of all ranks, as far as known. Raises Damaged."""
         self.engine.load(folder, sums)

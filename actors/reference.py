@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rayloop.actors.base import Actor
-from rayloop.actors.lost import fetch
+from rayloop.actors.failures import fetch
 from rayloop.core.types import Ref, Trajectory
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 

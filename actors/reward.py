@@ -1,4 +1,4 @@
-"""The reward actor: scores finished episodes, and tells a bad reward from a failed grader. No torch."""
+"""The reward actor: scores finished episodes, and never turns a failure of the grader into a number. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rayloop.actors.base import Actor
-from rayloop.actors.lost import fetch
+from rayloop.actors.failures import fetch
 from rayloop.chat.tokenizer import load_tokenizer, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core import threads
@@ -21,8 +21,7 @@ from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import hanging, in_thread, own_frames
 from rayloop.core.types import EndReason, Ref, Task, Trajectory
-from rayloop.rewards.functions import around, as_source
-from rayloop.rewards.outcomes import as_outcome, as_outcomes
+from rayloop.rewards.functions import around, as_outcome, as_outcomes, as_source
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.folder import RolloutRecord, rollout_record
 
@@ -54,19 +53,18 @@ class RewardActor(Actor):
         return [outcome for [outcome] in judged]
 
     async def score_those_left(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
-        """``score`` of trajectories that are given as references and some of which are lost: these are ``payload_lost``."""
+        """``score`` of references to trajectories; those that are lost are ``payload_lost``."""
         found, gone = await asyncio.to_thread(fetch, payloads)
         there = iter(await self.score(task, step, *(found[ref] for ref in payloads if ref not in gone)))
         lost = Unscored(UnscoredKind.PAYLOAD_LOST, "lost with the node that held it, before it was scored")
         return [lost if ref in gone else next(there) for ref in payloads]
 
     async def judge(self, trajectories: Sequence[Trajectory], task: Task, step: int) -> list[Outcome]:
-        """The outcomes of trajectories that are scored together, meant for training at ``step``. Takes at most twice the timeout.
+        """The outcomes of trajectories that are scored together for training step ``step``, within twice the timeout.
 
-        A grader that raises or hangs is asked once more, and what comes of the second failure is ``reward.on_error``'s to say, for
-        all of them. Failures of network, disk or memory, and what a source declares ``infrastructure``, leave them unscored. One
-        whose action hung a tool gets the failing value, and the grader does not see it.
-        Raises RewardLost and ConfigError, with which a source ends the run, and WorkerSpent.
+        A grader that raises or hangs is called once more; ``reward.on_error`` decides about the second failure. Failures of
+        network, disk or memory, and of ``infrastructure`` sources, leave trajectories unscored. One whose action hung a tool gets
+        the failing value without a grader. Raises WorkerSpent, and RewardLost and ConfigError, with which a source ends the run.
         """
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of the grader hang in this process")
@@ -115,7 +113,7 @@ class RewardActor(Actor):
         return [self._failed(errors)] * len(trajectories)
 
     def _failed(self, errors: list[Exception]) -> Outcome:
-        """What a trajectory is whose grader failed in these ways, one after the other."""
+        """The outcome of a trajectory whose grader failed in these ways, one after the other."""
         last = errors[-1]
         reason = f"{self._settings.source.use}: {_last_line(last)}"
         if isinstance(last, DeadlineExceeded):
@@ -131,10 +129,8 @@ class RewardActor(Actor):
         return Unscored(UnscoredKind.GRADER_ERROR, reason, trace)
 
     async def _ask(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[Outcome]:
-        """The source's outcomes. It gets a task and lists of its own: what it changed would be others when it is asked again.
-
-        A trajectory that is alone is given to ``score`` where the source has it, also with ``per: group``.
-        """
+        """The source's outcomes. It gets copies of the task and lists, which it may change. One trajectory alone is given to
+        ``score`` if the source has it, also with ``per: group``."""
         task, source = copy.deepcopy(task), self._source
         if len(trajectories) == 1 and hasattr(source, "score"):
             return [as_outcome(await self._answer(source.score, trajectories[0], task, contexts[0]))]
@@ -142,7 +138,7 @@ class RewardActor(Actor):
         return as_outcomes(answer, len(trajectories))
 
     async def _answer(self, method: Callable[..., Any], *args: Any) -> Any:
-        """What a plain or coroutine method returns, within the timeout. Raises DeadlineExceeded, and what it raises."""
+        """The result of a plain or coroutine method. Raises DeadlineExceeded, and what the method raises."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.timeout
         result: Any = await in_thread(method, *args, timeout=self._settings.timeout)
@@ -153,7 +149,7 @@ class RewardActor(Actor):
         if not done:
             running.cancel()
             raise DeadlineExceeded(f"no answer within {self._settings.timeout:g} seconds")
-        if running.cancelled():  # by something inside the source: it must not look as if this call had been
+        if running.cancelled():  # by the source itself
             raise InfrastructureFailure("the source's coroutine was cancelled from within")
         return running.result()
 

@@ -12,8 +12,8 @@ import ray
 from ray.exceptions import RayTaskError
 
 from rayloop.actors.base import Actor
+from rayloop.actors.failures import as_value
 from rayloop.actors.images import ImageCache, MissingImages
-from rayloop.actors.lost import as_value
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.build import EnginePlace, build_engine
@@ -25,7 +25,7 @@ from rayloop.transports.settings import TransportSettings
 
 
 def scratch() -> str:
-    """A new folder within Ray's own, with which it goes: an actor that is killed cannot remove anything."""
+    """A new folder within Ray's own, which Ray removes: an actor that is killed cannot."""
     folder = ray.get_runtime_context().get_temp_dir() if ray.is_initialized() else None
     return tempfile.mkdtemp(prefix="rollout-", dir=folder)
 
@@ -48,11 +48,11 @@ class RolloutActor(Actor):
         self.receiver = choose(transport, folder).receiver()
 
     def health(self) -> EngineHealth:
-        """What the engine has to do, and whether it lives. Raises what ended the engine."""
+        """The load of the engine. Raises the error that ended it."""
         return self.engine.health()
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | MissingImages:
-        """Sample one turn, or say which of the images are missing that came without bytes. Raises what the engine raises."""
+        """Sample one turn, or return the images that are missing. Raises what the engine raises."""
         async with self.images.whole(prompt) as whole:
             if isinstance(whole, MissingImages):
                 return whole
@@ -61,8 +61,7 @@ class RolloutActor(Actor):
     async def generate_each(
         self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion | RayTaskError] | MissingImages:
-        """Sample one turn of the prompt for each seed; the engine has them at once. One that fails costs the others nothing: it
-        comes as ``as_value`` makes it. Or what is missing, as in ``generate``."""
+        """Sample one turn for each seed, all at once; one that fails is returned by ``as_value``. Or return the missing images."""
         async with self.images.whole(prompt) as whole:
             if isinstance(whole, MissingImages):
                 return whole
@@ -75,5 +74,5 @@ class RolloutActor(Actor):
         await self.engine.leave(cohort)
 
     async def load(self, manifest: Manifest, source: Any) -> None:
-        """Take over a weight update, whose ``source`` only the transport understands. Raises WeightSyncError."""
+        """Load a weight update, whose ``source`` is the transport's. Raises WeightSyncError."""
         await self.receiver.take(self.engine, manifest, source)

@@ -29,7 +29,7 @@ from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.grader import Grader
 from rayloop.judge.rubric import load_rubrics
 from rayloop.serve_apps.judge.openai_model import OpenAIModel
-from rayloop.serve_apps.judge.settings import OpenAIBackendSettings
+from rayloop.serve_apps.settings import OpenAIBackendSettings
 
 BATCH = 16
 """Items of one request."""

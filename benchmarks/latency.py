@@ -70,7 +70,7 @@ def _measured(arguments: argparse.Namespace, folder: Path, loop: str, number: in
 
     from benchmarks.gui import GuiActor
     from rayloop.actors.handles import create, submit
-    from rayloop.cluster.roles.services import CONCURRENCY
+    from rayloop.cluster.services import CONCURRENCY
 
     barrier = arguments.environments if loop == "barrier" else 0
     warm = 0 if barrier else -(-arguments.environments // STEP)

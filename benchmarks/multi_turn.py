@@ -57,7 +57,7 @@ def _measured(config: RunConfig, folder: Path) -> dict[str, Any]:
 
     from benchmarks.screens import ScreensActor
     from rayloop.actors.handles import create, submit
-    from rayloop.cluster.roles.services import CONCURRENCY
+    from rayloop.cluster.services import CONCURRENCY
 
     run = folder / config.name
     (run / "logs").mkdir(parents=True)

@@ -28,7 +28,7 @@ from rayloop.actors.lease import LeasesEngines
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.driver_actor import DriverActor
-from rayloop.cluster.roles.services import TrainingServices
+from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure

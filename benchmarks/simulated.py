@@ -16,7 +16,7 @@ from rayloop.actors.handles import Handle, create, submit
 from rayloop.actors.lease import Lease, LeasesEngines
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.driver_actor import DriverActor
-from rayloop.cluster.roles.services import CONCURRENCY, TrainingServices
+from rayloop.cluster.services import CONCURRENCY, TrainingServices
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.config.settings import load as load_config
 from rayloop.core.groups import Group, Outcome, Scored

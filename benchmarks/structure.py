@@ -86,7 +86,7 @@ class Checkout:
         found: dict[str, set[str]] = {self.package(name): set() for name in self.modules if name not in ROOTS}
         for name, imported in self.graph(*KINDS).items():
             if name not in ROOTS:
-                found[self.package(name)] |= {self.package(other) for other in imported} - {self.package(name)}
+                found[self.package(name)] |= {self.package(other) for other in imported - set(ROOTS)} - {self.package(name)}
         return found
 
 

@@ -1,7 +1,6 @@
 """The driver: GRPO with partial dynamic filtering over actors. It moves references and decisions, never tensors.
 
-``Driver.run`` and ``Driver.finish`` are the algorithm; everything they call stands in the order of the call:
-production (who plays what), weight update (weights), checkpoint, evaluation, reporting.
+``Driver.run`` and ``Driver.finish`` are the algorithm; the methods that they call follow in the order of the calls.
 """
 
 from __future__ import annotations
@@ -19,15 +18,14 @@ from rayloop.actors.handles import Handle
 from rayloop.actors.lease import LeasesEngines
 from rayloop.actors.policy import PolicyRank
 from rayloop.actors.reference import ReferenceActor
+from rayloop.cluster.loop.ending import ended
 from rayloop.cluster.loop.evaluation import play
-from rayloop.cluster.loop.payloads import capture
-from rayloop.cluster.loop.saving import SavedStep, Saving
+from rayloop.cluster.loop.saving import SavedStep, Saving, capture
 from rayloop.cluster.loop.weight_sync import WeightSync
-from rayloop.cluster.roles.services import TrainingServices
+from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import ATTEMPTS
-from rayloop.cluster.supervision.quarantine import Blame
-from rayloop.cluster.supervision.restart import ended
 from rayloop.cluster.supervision.watchdog import watch, watch_liveness
 from rayloop.core import incidents
 from rayloop.core.deadlines import Timings, background, decisive, timed, until_stopped
@@ -38,8 +36,8 @@ from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
+from rayloop.rollout.finished import without
 from rayloop.rollout.manager import RolloutManager
-from rayloop.rollout.ready import without
 from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord
@@ -57,7 +55,7 @@ REFERENCE_SHARE = 1 / 6
 class Driver:
     """One per run; it lives in an actor (cluster/driver_actor.py), ``handle``, and owns all others.
 
-    ``origin`` is what it continues from; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints.
+    ``origin`` is the checkpoint to continue from; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints.
     """
 
     def __init__(
@@ -77,17 +75,17 @@ class Driver:
         self.ledger = Ledger()
         self.weight_sync = WeightSync(config, services, reporter)
         self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.WarningEvent(why)))
-        within, beside = config.policy.step_timeout, config.checkpoint.asynchronous
-        self.saving = Saving(self.checkpoints, reporter.event, beside=beside, timeout=within)
-        self.blame = Blame(config.environment)
-        self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter, self.blame)
+        self.saving = Saving(
+            self.checkpoints, reporter.event, beside=config.checkpoint.asynchronous, timeout=config.policy.step_timeout
+        )
+        self.history = FailureHistory(config.environment)
+        self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter, self.history)
         self.filters = build_filters(config.algorithm.filtering.filters)
-        warnings = (on_training_rows(config), never_evaluated(config))
-        for why in filter(None, warnings):
+        for why in filter(None, (on_training_rows(config), never_evaluated(config))):
             reporter.event(incidents.WarningEvent(why))
         self.held_out = held_out_rows(config, reporter)
-        own = self.rollouts
-        self.player = EpisodeRunner(config, services, handle, reporter.event, own.quarantine, self.blame)
+        quarantine = self.rollouts.quarantine
+        self.player = EpisodeRunner(config, services, handle, reporter.event, quarantine, self.history)
         self.initial = self.state()
 
     # The loop ------------------------------------------------------------------------------------------------------
@@ -146,17 +144,9 @@ class Driver:
             self.services.stop()
             await self.reporter.loggers.close()
 
-    def on_disk(self) -> bool:
-        """Whether there is a complete checkpoint of the current version."""
-        return self.saving.on_disk(self.version)
-
-    async def settle(self) -> None:
-        """Wait for the checkpoint that is being written. Raises what went wrong with it."""
-        await self.saving.settle()
-
     @property
     def done(self) -> bool:
-        """Whether all steps are trained, or held-out rewards have not become better for too long (``evaluation.patience``)."""
+        """Whether all steps are trained, or held-out rewards stopped improving (``evaluation.patience``)."""
         return self.step >= self.config.steps or self.reporter.given_up
 
     async def run_and_rebuild(self) -> None:
@@ -164,19 +154,15 @@ class Driver:
         while True:
             try:
                 if self.lost:
-                    await self.rebuild()
+                    began = time.monotonic()
+                    await until_stopped(self.stopping, self.services.policy.rebuild())
+                    seconds = round(time.monotonic() - began, 3)
+                    self.reporter.event(incidents.PolicyRebuilt(seconds, self.services.policy.places))
                 return await self.services.policy.while_there(self.run())
             except PolicyLost as error:
                 self.reporter.event(incidents.PolicyLostEvent(str(error), self.services.policy.blamed))
                 self.lost = True
                 await until_stopped(self.stopping, self.services.policy.afford(error))
-
-    async def rebuild(self) -> None:
-        """Replace all ranks of the policy."""
-        began = time.monotonic()
-        await until_stopped(self.stopping, self.services.policy.rebuild())
-        seconds = round(time.monotonic() - began, 3)
-        self.reporter.event(incidents.PolicyRebuilt(seconds, self.services.policy.places))
 
     async def restore(self) -> None:
         """Begin a new lineage from a checkpoint (``Origin``), or from the start model."""
@@ -202,7 +188,7 @@ class Driver:
             self.saving.saved = self.version, checkpoint
 
     async def take(self, checkpoint: Checkpoint) -> None:
-        """Become what was saved."""
+        """Restore the policy and the driver."""
         await self.services.policy.load(checkpoint.trainer, checkpoint.sums)
         self.reinstate(checkpoint.state())
         earlier = checkpoint.lineage <= self.origin.since
@@ -213,12 +199,12 @@ class Driver:
     async def sync_weights(self) -> None:
         """Bring the weights of this step to the engines; a stop ends it early."""
         self.version, self.updating = Version(self.version.lineage, self.step), False
-        with suppress(Preempted):  # collect() tells; the step is still recorded and saved
+        with suppress(Preempted):  # collect() raises it again; the step is still recorded and saved
             await until_stopped(self.stopping, self.weight_sync.send(self.version))
         self.rollouts.synced(self.version)
 
     async def verify(self) -> None:
-        """Log-prob check of the log-probs, and the self-test of the weight update, before the first step."""
+        """The log-prob check, and the self-test of the weight sync, before the first step."""
         self.timings.phase = "verify"
         probes = self.rollouts.scheduler.probe_tasks()
         await until_stopped(self.stopping, self.weight_sync.verify(self.version, probes, self.player))
@@ -233,7 +219,7 @@ class Driver:
             raise
 
     async def supervise(self) -> None:
-        """Notice actors that died while nobody was calling them, and engines that have too much to do."""
+        """Replace actors that died between calls, and limit the episodes when engines have too much to do."""
         while True:
             await asyncio.sleep(self.config.recovery.health_every)
             for pool in self.services.pools:
@@ -243,24 +229,24 @@ class Driver:
 
     @timed("gen")
     async def collect(self) -> Collected:
-        """The groups of this step, ranked, cut to the target and fetched by the ranks, and what happened since the step before."""
+        """The groups of this step, ranked, cut to the target and fetched by the ranks, with the counts since the step before."""
         try:
             return await self.rollouts.collect(self.version, self.inherited, self.hold)
         except GenerationBudgetSpent as error:
             end = await self.unusable(error)
-            with suppress(RayloopError):  # the end has its reason
+            with suppress(RayloopError):  # the run ends with ``end``
                 await self.evaluate(ending=True)
             raise end from None
 
     async def unusable(self, error: RayloopError) -> RayloopError:
-        """The error with an answer quoted; a sample of what was played for this step is kept."""
+        """The error with an answer quoted; some rollouts of this step are kept."""
         records = await self.dump(self.rollouts.finished.groups[: self.config.keep_rollouts or 1], self.step + 1)
         cause = self.rollouts.alarms.collapsed(self.config.policy.optimizer.lr)
         examples = quoted(records[:1], self.step + 1, self.config.keep_rollouts)
         return type(error)(" ".join([str(error), *filter(None, [cause]), *examples]))
 
     async def hold(self, groups: tuple[Group, ...]) -> set[TrajectoryId]:
-        """Each rank fetches its share, before any of them waits for another. Returns the trajectories that are lost."""
+        """Each rank fetches its share, before any of them waits for another. Returns the lost trajectories."""
         c = self.config.algorithm
         fetched = self.services.policy.fetch(
             groups, seed=self.config.seed, version=self.version, nominal=c.target,
@@ -285,18 +271,18 @@ class Driver:
 
     @timed("update_actor")
     async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
-        """One step of the trainer, on what the ranks hold; each packs its share."""
+        """One step of the trainer, on the shares that the ranks have fetched."""
         self.updating = True
         report, *_ = await self.services.policy.all(PolicyRank.train)
         self.rollouts.ready.settle_trained(groups)
-        self.origin.check()  # before anything of this step is published or recorded
+        self.origin.check()  # before the weights of this step are synced or recorded
         self.reporter.trained(self.step + 1, groups)
         return report
 
     @timed("testing")
     async def evaluate(self, ending: bool = False) -> None:
-        """When due: the held-out tasks, on the rollout pool. Also before the first and after the last step, and when a run
-        is ``ending`` for lack of trajectories."""
+        """Play the held-out tasks when due, before the first and after the last step, and when a run is ``ending`` for lack of
+        trajectories."""
         if not self.held_out:
             return
         due, last = self.step % self.config.evaluation.every == 0, self.done or ending
@@ -305,8 +291,8 @@ class Driver:
         controls = self.config.evaluation.controls and (last or self.step == 0)
         images: dict[str, bytes] = {}
         asked = plays(self.config, self.held_out, controls=controls, samples=self.config.evaluation.samples)
-        hear = self.rollouts.alarms.held_out
-        playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found), hear)
+        report = self.rollouts.alarms.held_out
+        playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found), report)
         self.owes_evaluation = True
         try:
             items = await until_stopped(self.stopping, playing)
@@ -354,7 +340,7 @@ class Driver:
         await self.saving.settle(wait=last)
         best = self.config.evaluation.patience is not None and self.reporter.is_best(self.step)
         due = last or best or self.saving.failed or self.step % c.every == 0
-        if not due or self.on_disk():
+        if not due or self.saving.on_disk(self.version):
             return
         ours = about(self.config, self.hashes, len(self.rollouts.dataset))
 
@@ -366,7 +352,7 @@ class Driver:
     # The driver's part of a checkpoint (docs/algorithm.md, section 12) ---------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Of this moment: plain values, and ``HeldValue`` ones for payloads, so that production goes on while these are fetched."""
+        """The present state as plain values, with ``HeldValue`` for payloads, so that rollouts go on while these are fetched."""
         return {
             "step": self.step,
             "version": astuple(self.version),
@@ -377,7 +363,7 @@ class Driver:
         }
 
     def reinstate(self, state: Mapping[str, Any]) -> None:
-        """Become the driver that ``state`` was captured from. Groups that were in flight will be issued again."""
+        """Restore what ``state`` returned. Groups that were in flight will be issued again."""
         version = Version(*state["version"])
         self.step = state["step"]
         self.inherited = {**dict(state["inherited"]), version.lineage: version.step}

@@ -1,4 +1,4 @@
-"""The Ray actor in which the driver lives: what other processes ask of it."""
+"""The Ray actor of the driver, with the methods that other processes call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import ray
 
 from rayloop.actors.base import Actor
-from rayloop.actors.fates import typed
+from rayloop.actors.failures import typed
 from rayloop.actors.handles import Handle
 from rayloop.actors.lease import Lease, LeasesEngines
 from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.loop.loggers import open_logger
-from rayloop.cluster.roles.services import TrainingServices
+from rayloop.cluster.services import TrainingServices
 from rayloop.core.failures import Unforeseen
 from rayloop.core.ledger import Ledger
 from rayloop.run.checkpoint import NOTHING, Origin
@@ -29,8 +29,8 @@ from rayloop.view.words import doing
 class DriverActor(Actor):
     """One asynchronous Ray actor per run, owned by the ``train`` process; its driver owns all other actors.
 
-    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints;
-    ``resume``, ``since`` and ``fence`` are those of ``Origin``, by default of a start that is made now.
+    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of rayloop/run/identity.py; ``resume``, ``since`` and
+    ``fence`` are those of ``Origin``, by default of a start that is made now.
     """
 
     def __init__(
@@ -67,22 +67,22 @@ class DriverActor(Actor):
         return await self.driver.main()
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
-        """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
+        """For environment actors: another engine for an episode whose request failed on engine ``lost``."""
         assert self.driver is not None
         return await self.driver.player.calls.replace_engine(episode, lost, why)
 
     async def about(self) -> RunConfig:
-        """For who serves the policy: the run's configuration."""
+        """The run's configuration, for `policy serve`."""
         return self.config
 
     async def updates(self, since: int) -> tuple[int, list[tuple[str, Any]], str]:
-        """For the console: how many reports there have been, those after the first ``since``, and what is being done now."""
+        """For the console: the number of reports so far, those after the first ``since``, and the present activity."""
         driver = self.driver
         now = doing("start", None) if driver is None else doing(driver.timings.phase, progress(driver))
         return *self.reporter.updates.since(since), now
 
     async def workers(self) -> dict[str, list[Handle[Any]]]:
-        """Live actor handles by role (for monitoring and fault injection)."""
+        """Live actor handles by role, for monitoring and fault injection."""
         if self.driver is None:
             return {}
         services = self.driver.services
@@ -97,8 +97,7 @@ class DriverActor(Actor):
 
 
 def progress(driver: Driver) -> tuple[int, int] | None:
-    """How far the driver's phase is: actors that are up, answers that are there, or, of the trajectories begun for this step,
-    those that are scored."""
+    """The progress of the driver's phase, done and of how many: actors started, answers evaluated, or trajectories scored."""
     match driver.timings.phase:
         case "start":
             return driver.services.up, driver.services.wanted

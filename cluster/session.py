@@ -20,8 +20,8 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from rayloop.core.failures import ConfigError, ResourcesUnavailable
-from rayloop.launch.addresses import unreachable
-from rayloop.launch.kept_logs import LOGS, keep
+from rayloop.launch.network import unreachable
+from rayloop.launch.ray_process import LOGS, keep
 from rayloop.launch.ray_variables import OBJECT_STORE
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,9 @@ def session(
 ) -> Iterator[None]:  # fmt: skip
     """Join the cluster at ``address``; without one, start a private cluster that ends with the block.
 
-    ``needed``: resource -> sum over the actors. A private cluster is given as many logical CPUs, so that a laptop can hold
-    all roles; its files live below ``temporary`` (rayloop/launch/ray_variables.py makes it). What its actors printed is kept
-    in ``logs``; a cluster that was joined keeps its own logs. ``namespace`` is Ray's, in which actors have their names; None: one
-    that nobody knows. ``store``: bytes of a private cluster's object store.
+    ``needed``: resource -> sum over the actors. A private cluster has that many logical CPUs, so that a laptop can hold all roles;
+    its files are below ``temporary`` (made by rayloop/launch/ray_variables.py), and its actors' logs are copied to ``logs``.
+    ``namespace``: Ray's, of the actors' names; None: a random one. ``store``: bytes of a private cluster's object store.
     """
     if address:
         ray.init(address=address, log_to_driver=False, namespace=namespace)
@@ -66,17 +65,15 @@ def session(
 
 
 FILES = 128
-"""Files that a process may have open at least: with four actors Ray's own have up to 71 open, and with 64 its daemon dies and the
-run hangs."""
+"""Minimum limit of open files: Ray's processes have up to 71 open with four actors; with 64 its daemon dies and the run hangs."""
 STARTS = 3
-"""Attempts at starting a cluster: Ray gives each 30 seconds and cannot be told otherwise, and a busy machine may need more."""
+"""Attempts at starting a cluster: Ray gives each 30 seconds, and a busy machine may need more."""
 
 
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
     """Start a cluster on this machine, with ``store`` bytes for objects and all its files in ``folder``.
 
-    Raises ConfigError when too few files may be open, and what Ray raises, when it did not start in time the last of ``STARTS``
-    times.
+    Raises ConfigError when too few files may be open, and Ray's error of the last of ``STARTS`` attempts.
     """
     if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < FILES:
         raise ConfigError(
@@ -100,7 +97,7 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
 
 
 def serve_details() -> dict[str, Any] | None:
-    """What Ray Serve in this cluster says of its address, options and applications; None when it does not run here."""
+    """The address, options and applications of Ray Serve in this cluster; None when it does not run here."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client(raise_if_no_controller_running=False)
@@ -108,22 +105,22 @@ def serve_details() -> dict[str, Any] | None:
 
 
 def actor_table() -> list[dict[str, Any]]:
-    """What the cluster's head knows of every actor: ``Name``, ``ActorID``, ``State``, ``Pid``, ``Address`` with its ``NodeID``."""
+    """A row for every actor of the cluster: ``Name``, ``ActorID``, ``State``, ``Pid``, ``Address`` with its ``NodeID``."""
     from ray._private.state import state
 
     return list(state.actor_table(None).values())
 
 
 def logs_folder() -> Path:
-    """Where the processes of the cluster's node on this machine write what they print."""
+    """The log folder of the cluster's node on this machine."""
     from ray._private.worker import global_worker
 
     return Path(global_worker.node.get_logs_dir_path())
 
 
 def ask_head(seconds: float) -> None:
-    """Raises AuthenticationError when another head answers than the one that was joined, and ConnectionError when none listens. One
-    that listens and does not answer within ``seconds`` has much to do, and is no failure."""
+    """Raises AuthenticationError when another head answers than the one that was joined, and ConnectionError when none listens. A
+    head that listens and does not answer within ``seconds`` is only busy."""
     from ray._private.worker import global_worker
 
     try:
@@ -137,15 +134,14 @@ def ask_head(seconds: float) -> None:
 
 
 def room() -> dict[str, dict[str, float]]:
-    """What is free on each node that lives, by Ray's id of it."""
+    """The free resources of each node, by Ray's id of it."""
     from ray._private.state import available_resources_per_node
 
     return dict(available_resources_per_node())
 
 
 def _keep_logs(folder: Path, logs: Path) -> None:
-    """Copy what the actors wrote to stdout and stderr, and what Ray itself did. Empty files are left out, and what the storage
-    refuses, which is not why a run ends."""
+    """Copy the logs of the actors and of Ray, without empty files. A full disk does not end the run."""
     for file in (folder / LOGS).glob("worker-*.*"):
         with suppress(OSError):
             if file.suffix in (".out", ".err") and file.stat().st_size:
@@ -154,7 +150,7 @@ def _keep_logs(folder: Path, logs: Path) -> None:
 
 
 def _clean_up(folder: str) -> None:
-    """After an interrupted ray.init: daemons that Ray's own exit handler does not know yet, and what they write."""
+    """After an interrupted ray.init: end daemons that Ray's own exit handler does not know yet, and remove their files."""
     _end(psutil.Process().children(recursive=True))
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -16,10 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 def cache_key(item: JudgeItem, fingerprint: str) -> str:
-    """The digest of all that a verdict depends on: judge, rubric, source, question, reference, images and answer.
-
-    Answers that differ in more than spaces and tabs have different keys: 5² is another answer than 52, and lines are not blanks.
-    """
+    """The digest of all that a verdict depends on: judge, rubric, source, question, reference, images and answer."""
+    # Answers that differ in more than spaces and tabs have different keys: 5² is another answer than 52.
     answer = re.sub(r"[ \t]+", " ", item.answer).strip()
     images = [_version(Path(path)) for path in item.images]
     parts = [fingerprint, item.rubric, item.source, item.question, item.reference, answer, images]

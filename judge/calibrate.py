@@ -13,8 +13,8 @@ from pydantic import Field
 from rayloop.config.settings import SettingsModel
 from rayloop.judge.api import JudgeUnscored, JudgeVerdict, Result, VerdictKind
 from rayloop.judge.client import JudgeClient
-from rayloop.judge.labelled import Labelled, calibration
-from rayloop.judge.metrics import DRIFT
+from rayloop.judge.rubric import Labelled, calibration
+from rayloop.judge.transport import DRIFT
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ def score(name: str, items: Sequence[Labelled], answers: Sequence[Result]) -> Sc
 
 
 def failures(found: Score, gate: Gate) -> list[str]:
-    """The conditions of the gate that a judge does not meet, in words; empty when it passes."""
+    """The conditions of the gate that a judge fails, in words; empty when it passes."""
     unscored = found.unscored / max(found.count + found.unscored, 1)
     checks: list[tuple[bool, str]] = [
         (found.accuracy >= gate.min_accuracy, f"accuracy {found.accuracy:.3f}, at least {gate.min_accuracy:g} wanted"),
@@ -142,10 +142,7 @@ class DriftWatch:
         self.first: dict[str, VerdictKind] = {}
 
     async def check(self) -> float | None:
-        """The share of verdicts that differ from an item's first; None when no item has an earlier one.
-
-        Warns beyond the tolerance.
-        """
+        """The share of verdicts that differ from an item's first, with a warning beyond the tolerance; None for the first check."""
         answers = await measure(self.client, self.items, self.patience, fresh=True)
         pairs = zip(self.items, answers, strict=True)
         now = {one.id: answer.verdict for one, answer in pairs if isinstance(answer, JudgeVerdict)}

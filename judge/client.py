@@ -18,13 +18,21 @@ from pydantic import Field, ValidationError
 from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure, RayloopError
 from rayloop.judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
-from rayloop.judge.breaker import Breaker, BreakerState
 from rayloop.judge.cache import VerdictCache, cache_key
-from rayloop.judge.canary import Canary
 from rayloop.judge.discovery import Find
-from rayloop.judge.labelled import Labelled, canary
-from rayloop.judge.metrics import CACHE_HITS, CHANGES, RETRIES, VERDICTS, WAITING
-from rayloop.judge.transport import ConnectionSettings, JudgeConnection, JudgeRefused, Transient
+from rayloop.judge.health import Breaker, BreakerState, Canary
+from rayloop.judge.rubric import Labelled, canary
+from rayloop.judge.transport import (
+    CACHE_HITS,
+    CHANGES,
+    RETRIES,
+    VERDICTS,
+    WAITING,
+    ConnectionSettings,
+    JudgeConnection,
+    JudgeRefused,
+    Transient,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +131,6 @@ class JudgeClient:
         await self.connection.close()
         self.cache.close()
 
-    # Waiting -------------------------------------------------------------------------------------------------------
-
     async def _introduce(self) -> None:
         """Ask for the fingerprint, once. A judge that does not answer now shows it with its first verdict."""
         try:
@@ -167,8 +173,6 @@ class JudgeClient:
         state = "" if self.breaker.state is BreakerState.CLOSED else " (the breaker is open)"
         return JudgeUnscored(kind=NoVerdict.TIMEOUT if late else NoVerdict.UNAVAILABLE, reason=f"{reason}{state}"[:1024])
 
-    # Asking --------------------------------------------------------------------------------------------------------
-
     async def _send_all(self) -> None:
         task = asyncio.current_task()
         assert task is not None
@@ -206,7 +210,9 @@ class JudgeClient:
                 again, failure = await self._send_once(batch)
             except JudgeRefused as error:
                 self._note(error)
-                return self._refused(batch, error)
+                if len(batch) > 1 and error.status in (400, 413, 422):
+                    return self._one_by_one(batch)  # a bad item spoils a batch
+                return _no_verdict(batch, NoVerdict.UNAVAILABLE, str(error))
             if failure is None:
                 self.last_error = None
                 self.breaker.succeeded()
@@ -248,12 +254,6 @@ class JudgeClient:
             else:
                 self._settle(question, result)
         return again, failure
-
-    def _refused(self, batch: list[_Question], error: JudgeRefused) -> None:
-        """Send the items one by one, since a bad one spoils a batch. An item that is refused alone has no verdict."""
-        if len(batch) > 1 and error.status in (400, 413, 422):
-            return self._one_by_one(batch)
-        _no_verdict(batch, NoVerdict.UNAVAILABLE, str(error))
 
     def _one_by_one(self, batch: list[_Question]) -> None:
         """Put the questions back to the front of the queue, each to be sent alone."""

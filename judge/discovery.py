@@ -18,7 +18,7 @@ from rayloop.core.threads import in_thread
 READ = 30.0
 """Seconds within which a shared file system must return a file."""
 PASSING = (errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE)
-"""Errors of a file system that is in trouble itself: another try may work."""
+"""Errors of the file system itself: another try may work."""
 
 
 def checked_url(text: str) -> str:
@@ -62,6 +62,7 @@ class FileDiscovery:
         self.path = local_path(settings.path)
 
     async def __call__(self) -> Address:
+        """The address. Raises InfrastructureFailure without one."""
         return await in_thread(self._read, timeout=READ)
 
     def _read(self) -> Address:
@@ -108,8 +109,7 @@ def read_key(path: str) -> str:
 def key_of(address: Address, named: str) -> str:
     """The key for an address, from the file that the configuration has ``named``, else from the announced file.
 
-    Raises like ``read_key``, and ConfigError for an announced file outside of the announcement's folder: otherwise an account
-    that can write the announcement would receive the content of any other file.
+    Raises like ``read_key``, and ConfigError for a file outside of the announcement's folder (it may be another secret).
     """
     if not named and address.key_file and address.folder:
         file, folder = local_path(address.key_file).resolve(), Path(address.folder).resolve()

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from rayloop.core.failures import DataFailure, DeadlineExceeded
 from rayloop.core.threads import in_thread
-from rayloop.judge import prompt, verdict
+from rayloop.judge import prompt
 from rayloop.judge.api import BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result, VerdictKind
 from rayloop.judge.cache import VerdictCache, cache_key
 from rayloop.judge.discovery import READ
@@ -57,7 +57,7 @@ def fingerprint(
 ) -> str:
     """The digest of all that a verdict depends on: backend, model, its sampling and identity, rubrics, and the versions of the
     rules, the prompt and the parser of replies."""
-    code = {"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": verdict.VERSION}
+    code = {"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": prompt.REPLY_VERSION}
     about = [label, model.name, dict(model.settings), dict(identity)] if model else [label]
     parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]
     return f"{label}-{hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]}"
@@ -66,8 +66,8 @@ def fingerprint(
 class Grader:
     """Judges items by rules, and by ``model`` those that no rule decides. Without a model those are incorrect, with that reason.
 
-    The cache is asked before the model, and a question that is asked twice at once reaches the model once. An item that fails has
-    an unscored result, and the other items of its batch have theirs. A reply that is no verdict is unscored as ``invalid``.
+    The cache is asked before the model; equal questions at the same time reach the model once. An item that fails is unscored, and
+    does not affect the other items of its batch. A reply that is no verdict is unscored as ``invalid``.
     """
 
     def __init__(
@@ -111,30 +111,27 @@ class Grader:
             return known
         task = self._asking.get(key)
         if task is None:
-            task = self._asking[key] = asyncio.create_task(self._remember(self.chat, key, rubric, item))
+            task = self._asking[key] = asyncio.create_task(self._ask(self.chat, rubric, item, key))
             task.add_done_callback(lambda _: self._asking.pop(key, None))
         return await asyncio.shield(task)
 
-    async def _remember(self, model: ChatModel, key: str, rubric: Rubric, item: JudgeItem) -> Result:
-        """Ask, in a task that outlives the request: the verdict is in the cache when the client asks again."""
-        result = await self._ask(model, rubric, item)
-        if isinstance(result, JudgeVerdict) and self._cache is not None:
-            self._cache.put(key, result)
-        return result
-
-    async def _ask(self, model: ChatModel, rubric: Rubric, item: JudgeItem) -> Result:
+    async def _ask(self, model: ChatModel, rubric: Rubric, item: JudgeItem, key: str = "") -> Result:
+        """Ask the model. With ``key`` in a task that outlives the request: the cache has the verdict when the client asks again."""
         try:
             if item.images and rubric.sees_images:  # in a thread: a slow file system delays this item alone
                 asked = await in_thread(prompt.messages, rubric, item, timeout=READ)
             else:
                 asked = prompt.messages(rubric, item)
             reply = await model.reply(asked, prompt.schema(rubric))
-            found = verdict.parse(reply.text, rubric.kind)
+            found = prompt.parse(reply.text, rubric.kind)
             probability = reply.probability if rubric.kind == "binary" else None
-            return JudgeVerdict(
+            result = JudgeVerdict(
                 verdict=found.verdict, score=found.score, probability=probability, reason=found.reason,
                 fingerprint=self.fingerprint, backend=self.label, decided_by="model",
             )  # fmt: skip
+            if key and self._cache is not None:
+                self._cache.put(key, result)
+            return result
         except Exception as error:  # here too, since this may run in a task that outlives its request
             return self._unscored(error)
 
@@ -150,7 +147,7 @@ class Grader:
         match error:
             case DeadlineExceeded() | TimeoutError():
                 kind = NoVerdict.TIMEOUT
-            case verdict.InvalidVerdict() | ValidationError() | DataFailure():
+            case prompt.InvalidVerdict() | ValidationError() | DataFailure():
                 kind = NoVerdict.INVALID
             case _:
                 kind = NoVerdict.UNAVAILABLE

@@ -1,7 +1,6 @@
-"""Whether two mathematical texts are equivalent, by ``math-verify`` in a process of its own that can be killed.
+"""Whether two mathematical texts are equivalent, by ``math-verify`` in a child process, which is killed when a pair takes too long.
 
-Sympy may compute for hours on a policy's text, and its own deadlines need signals of the main thread. So a child process reads
-pairs and answers them; it is killed when a pair takes too long, and the next pair starts a new one.
+Sympy may compute for hours on a policy's text, and its own deadlines need signals of the main thread.
 """
 
 from __future__ import annotations

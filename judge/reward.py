@@ -16,16 +16,15 @@ from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailur
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.judge.answers import How, extract
 from rayloop.judge.api import MAX_IMAGES, BackendLabel, JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
 from rayloop.judge.calibrate import DriftWatch
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.grader import decide
-from rayloop.judge.labelled import canary
-from rayloop.judge.metrics import EXCLUDED
 from rayloop.judge.prompt import sanitise
-from rayloop.judge.rubric import FOLDER, load_rubrics
+from rayloop.judge.rubric import FOLDER, canary, load_rubrics
 from rayloop.judge.rules import decision as rules
+from rayloop.judge.rules.plain import How, extract
+from rayloop.judge.transport import EXCLUDED
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +105,8 @@ class JudgeReward:
         self._checking: asyncio.Task[float | None] | None = None
 
     async def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """The outcome of a trajectory.
-
-        Raises RewardLost when the configured policy ends the run, ConfigError for an unusable key file or another judge than
-        configured, DataFailure for a task without question or reference, or whose images are no files.
-        """
+        """The outcome of a trajectory. Raises RewardLost when the configured policy ends the run, ConfigError for a bad key file or
+        another judge than configured, DataFailure for a task without question or reference, or whose images are no files."""
         answer = extract(context.texts[-1], self.settings.answer) if context.texts else None
         if answer is None:
             return Scored(0.0, {"correct": 0.0}, ("unparsable",))
@@ -122,8 +118,7 @@ class JudgeReward:
     ) -> Outcome:
         """The outcome of one answer, within ``timeout`` seconds, for rewards that combine the verdict with more.
 
-        ``images``: absolute paths, for a rubric with ``sees_images``. Raises RewardLost, ConfigError. An unexpected exception
-        leaves the trajectory without a reward, within ``max_excluded_fraction``.
+        ``images``: absolute paths. Raises RewardLost, ConfigError. Another exception excludes the trajectory.
         """
         try:
             return await self._grade(question, reference, answer, source, timeout, images)
@@ -174,10 +169,7 @@ class JudgeReward:
         return result
 
     async def _accepted(self, result: Result, deadline: float) -> Result:
-        """The result, if its judge may pay; a reason why there is none while that cannot be found out.
-
-        Raises ConfigError for another judge than configured.
-        """
+        """The result if its judge may pay, unscored while that is unknown. Raises ConfigError for another judge than configured."""
         if not isinstance(result, JudgeVerdict):
             return result
         pause = self.settings.judge.backoff
@@ -197,10 +189,7 @@ class JudgeReward:
         return result
 
     async def _check(self, verdict: JudgeVerdict) -> None:
-        """Raises ConfigError for a verdict of another backend, judge or rubric than configured.
-
-        The judge is asked once per fingerprint for its rubric; raises InfrastructureFailure while it does not answer.
-        """
+        """Raises ConfigError for a verdict of another backend, judge or rubric, InfrastructureFailure while the judge is silent."""
         url, accept, wanted = self.client.connection.url, self.settings.accept, self.settings.fingerprint
         if verdict.backend not in accept:
             raise ConfigError(
@@ -249,7 +238,7 @@ class JudgeReward:
 
 
 def _report(checking: asyncio.Task[float | None]) -> None:
-    """Log the exception of a drift check, which nobody awaits."""
+    """Log the exception of a drift check, which is not awaited."""
     if not checking.cancelled() and (error := checking.exception()) is not None:
         logger.warning("the judge's drift could not be checked: %s: %s", type(error).__name__, error)
 

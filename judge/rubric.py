@@ -1,10 +1,13 @@
-"""Rubrics: the judge's instructions and examples, one versioned YAML file each (judge/rubrics)."""
+"""Rubrics (judge/rubrics), one versioned YAML file each, and items with a known verdict (judge/data)."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from collections.abc import Iterable
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError
-from rayloop.judge.api import VerdictKind
+from rayloop.judge.api import JudgeItem, JudgeMessage, VerdictKind
 
 FOLDER = Path(__file__).parent / "rubrics"
 DEFAULT = "default"
@@ -106,3 +109,55 @@ def load_rubrics(folder: Path = FOLDER) -> dict[str, Rubric]:
     if not rubrics:
         raise ConfigError(f"{folder}: no rubric (*.yaml) in this folder")
     return rubrics
+
+
+CANARY_IMAGE = "canary:red_square.png"
+"""The name of the shipped image that a canary shows; every judge has its own copy of the file."""
+_DATA = resources.files("rayloop.judge").joinpath("data")
+
+
+def canary_image() -> bytes:
+    """The bytes of the canary's image, a PNG file."""
+    return _DATA.joinpath(CANARY_IMAGE.removeprefix("canary:")).read_bytes()
+
+
+class Labelled(JudgeMessage):
+    """An item and its right verdict. ``attack``: the answer is wrong and tries to be judged right."""
+
+    id: str
+    item: JudgeItem
+    verdict: VerdictKind
+    kind: str
+    """The class of the item: exact, synonym, unit, order, number, wrong, empty, opener, injection, ..."""
+    attack: bool = False
+
+    @property
+    def family(self) -> str:
+        """The group of data sources, which begins the id."""
+        return self.id.rpartition("-")[0]
+
+
+def calibration() -> list[Labelled]:
+    """The whole set (judge/data/calibration.jsonl), written for this project."""
+    return _shipped("calibration.jsonl")
+
+
+def canary(rubrics: Iterable[Rubric] = ()) -> list[Labelled]:
+    """A few items with a certain verdict, for the model itself; some have an image for each of ``rubrics`` that shows images."""
+    found = _shipped("canary.jsonl")
+    for rubric in rubrics:
+        if rubric.sees_images:
+            for one in _shipped("canary_seeing.jsonl"):
+                item = one.item.model_copy(update={"rubric": rubric.name, "images": (CANARY_IMAGE,)})
+                found.append(one.model_copy(update={"id": f"{one.id}-{rubric.name}", "item": item}))
+    return found
+
+
+def _shipped(name: str) -> list[Labelled]:
+    """One JSON object per line; its keys are those of the item beside those of Labelled."""
+    found = []
+    for line in _DATA.joinpath(name).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        item = {key: row.pop(key) for key in JudgeItem.model_fields if key in row}
+        found.append(Labelled.model_validate({**row, "item": item}))
+    return found

@@ -1,4 +1,4 @@
-"""HTTP requests to the judge: its address and key, time limits, and the meaning of its answers."""
+"""HTTP requests to the judge: its address and key, time limits, the meaning of its answers, and the client's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
+from prometheus_client import Counter, Gauge, Histogram
 from pydantic import Field, field_validator
 
 from rayloop.config.settings import Component, SettingsModel
@@ -17,7 +18,23 @@ from rayloop.core.failures import InfrastructureFailure, RayloopError
 from rayloop.core.threads import in_thread
 from rayloop.judge.api import RESULT, JudgeItem, JudgeRequest, JudgeUnscored, NoVerdict, Result
 from rayloop.judge.discovery import READ, Address, Find, checked_url, key_of
-from rayloop.judge.metrics import IN_FLIGHT, LATENCY, REQUESTS
+
+REQUESTS = Counter("judge_client_requests", "Requests to the judge by how they ended.", ["outcome"])
+LATENCY = Histogram(
+    "judge_client_latency_seconds", "One request to the judge, from sending to the parsed reply.",
+    buckets=(0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120),
+)  # fmt: skip
+IN_FLIGHT = Gauge("judge_client_in_flight", "Requests being made.")
+WAITING = Gauge("judge_client_waiting", "Distinct questions without a verdict yet.")
+RETRIES = Counter("judge_client_retries", "Requests that will be made again, by cause.", ["reason"])
+BREAKER = Gauge("judge_client_breaker_state", "0 closed, 1 half open (the canary is being asked), 2 open.")
+CACHE_HITS = Counter("judge_client_cache_hits", "Verdicts that were known, or being asked for already.", ["kind"])
+VERDICTS = Counter("judge_client_verdicts", "Verdicts received, by kind and by rules or model.", ["verdict", "decided_by"])
+CANARY = Gauge("judge_client_canary_ok", "1 when the last canary was judged right, 0 when not.")
+CHANGES = Counter("judge_client_fingerprint_changes", "How often the judge was another one than before.")
+EXCLUDED = Counter("judge_excluded_samples", "Trajectories left without a reward by the judge's policy.", ["reason"])
+DRIFT = Gauge("judge_client_drift", "Share of the drift subset's verdicts that differ from those at the start.")
+
 
 LONGEST_WAIT = 5.0
 """The most seconds of ``Retry-After`` that are honoured: the judge may be well much earlier."""

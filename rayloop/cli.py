@@ -17,14 +17,14 @@ from importlib.metadata import PackageNotFoundError, version
 from rayloop.core.failures import RayloopError
 
 COMMANDS = {
-    "train": ("rayloop.commands.train", "train a policy, or continue a run"),
-    "try": ("rayloop.commands.try_", "one row as the model sees it, two answers, and what the reward says; in seconds"),
-    "sft": ("rayloop.commands.sft", "supervised steps on the answers of the training rows"),
+    "train": ("rayloop.commands.train:add_train", "train a policy, or continue a run"),
+    "try": ("rayloop.commands.train:add_try", "one row as the model sees it, two answers, and what the reward says; in seconds"),
+    "sft": ("rayloop.commands.train:add_sft", "supervised steps on the answers of the training rows"),
     "eval": ("rayloop.commands.eval", "measure a checkpoint on held-out rows, with controls"),
     "estimate": ("rayloop.commands.estimate", "steps, tokens, time and memory of a run before it is started"),
     "score": ("rayloop.commands.score", "what a recipe's reward says about saved completions"),
-    "export": ("rayloop.commands.export", "write a checkpoint as a folder that plain transformers loads"),
-    "report": ("rayloop.commands.report", "write a run's curves and trajectories as one HTML file"),
+    "export": ("rayloop.commands.train:add_export", "write a checkpoint as a folder that plain transformers loads"),
+    "report": ("rayloop.commands.train:add_report", "write a run's curves and trajectories as one HTML file"),
     "status": ("rayloop.commands.live.status", "how a run does: step, checkpoint, what of each role serves and is lost"),
     "logs": ("rayloop.commands.live.logs", "what the actors of a run have printed"),
     "stacks": ("rayloop.commands.live.stacks", "what every actor of a live run is doing, thread by thread"),
@@ -38,7 +38,7 @@ COMMANDS = {
     "env": ("rayloop.commands.env", "which environments there are, and one of them played by hand"),
     "data": ("rayloop.commands.data", "make and check datasets"),
 }
-"""Word -> the module that has its ``add_arguments(parser)``, which sets ``run(arguments) -> exit code``; what it is for."""
+"""Word -> the module (and function, else ``add_arguments``) that adds its arguments and sets ``run(arguments)``; its purpose."""
 SPINS = "1000"
 """How often a thread of OpenMP looks before it sleeps (``GOMP_SPINCOUNT``; some 50 us on Intel, where a look takes 140 cycles).
 
@@ -68,7 +68,8 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
     for word, (module, purpose) in COMMANDS.items():
         command = commands.add_parser(word, help=purpose)
         if words and word == words[0]:
-            import_module(module).add_arguments(command)
+            name, _, function = module.partition(":")
+            getattr(import_module(name), function or "add_arguments")(command)
     return top
 
 

@@ -1,17 +1,15 @@
-"""One folder per recipe. The modules of a recipe decide which commands it has.
-
-``prepare`` has ``main(arguments) -> exit code``, which makes its dataset (``python -m rayloop data prepare NAME``);
-``score`` has ``SCORING``, how saved completions are scored (``python -m rayloop score NAME FILE``).
-
-Below ``datasets/`` are maps of published data sets: ``data prepare`` writes each under its file's name. What is below
-``benchmarks/`` is laid over a run's configuration by ``eval --benchmark``.
-"""
+"""One folder per recipe: ``prepare.main(arguments)`` makes its rows (``data prepare NAME``), ``score.SCORING`` scores completions.
+``data prepare`` reads maps of published data sets below ``datasets/``, ``eval --benchmark`` configurations below
+``benchmarks/``."""
 
 from __future__ import annotations
 
+import json
 import pkgutil
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 def having(module: str) -> list[str]:
@@ -36,3 +34,13 @@ def benchmarks() -> dict[str, Path]:
 
 def _files(kind: str) -> dict[str, Path]:
     return dict(sorted((path.stem, path) for folder in __path__ for path in Path(folder).glob(f"*/{kind}/*.yaml")))
+
+
+def write_rows(out: Path, split: str, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write ``out/SPLIT.jsonl`` and print how many rows it has. Returns the file."""
+    file = out / f"{split}.jsonl"
+    lines = [json.dumps(row) + "\n" for row in rows]
+    out.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(lines), encoding="utf-8")
+    print(f"{file}: {len(lines)} rows")
+    return file

@@ -7,41 +7,36 @@ import hmac
 import inspect
 import json
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
+from ray.serve import Application
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.failures import ConfigError, DataFailure, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.files import new_secret
+from rayloop.serve_apps.settings import LimitSettings, PolicyLimits
 
 logger = logging.getLogger(__name__)
+
+Limits = LimitSettings | PolicyLimits
 
 OPEN = ("/healthz", "/openapi.json")
 """Paths that are answered without a key: whether the process lives, and the OpenAPI document."""
 RETRY_AFTER = 1
 """Seconds that a client should wait after a 503."""
-
-
-class BodyLimits(Protocol):
-    """Limits of one request's body: ``bytes``, and the seconds within which all of it must arrive."""
-
-    @property
-    def bytes(self) -> int:
-        """The most bytes."""
-        ...
-
-    @property
-    def body_seconds(self) -> float:
-        """The most seconds."""
-        ...
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Service(Protocol):
@@ -116,11 +111,12 @@ class Guard:
     It reads a body before the application is called, and never for an open path: a client without a key cannot occupy a replica.
     """
 
-    def __init__(self, app: ASGIApp, key: str, limits: BodyLimits, who: str) -> None:
+    def __init__(self, app: ASGIApp, key: str, limits: Limits, who: str) -> None:
         """``key`` "" admits everybody; ``who`` names the application in errors ("the judge")."""
         self._app, self._key, self._limits, self._who = app, key.encode(), limits, who
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request (ASGI)."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         if (refusal := self._refused(scope)) is not None:
@@ -154,22 +150,19 @@ class Guard:
 
     async def _body(self, receive: Receive) -> bytes | Response | None:
         """The whole body, None when the client went away, or the answer to one that is too large or too slow."""
+        chunks, size, more = list[bytes](), 0, True
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                return await self._chunks(receive)
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    chunks.append(message.get("body", b""))
+                    size, more = size + len(chunks[-1]), message.get("more_body", False)
+                    if size > self._limits.bytes:
+                        return problem(413, "too_large", f"the body has more than {self._limits.bytes} bytes")
         except TimeoutError:
             return problem(408, "too_slow", f"the body was not there within {self._limits.body_seconds:g} s")
-
-    async def _chunks(self, receive: Receive) -> bytes | Response | None:
-        chunks, size, more = list[bytes](), 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            chunks.append(message.get("body", b""))
-            size, more = size + len(chunks[-1]), message.get("more_body", False)
-            if size > self._limits.bytes:
-                return problem(413, "too_large", f"the body has more than {self._limits.bytes} bytes")
         return b"".join(chunks)
 
     def _refused(self, scope: Scope) -> Response | None:
@@ -210,7 +203,7 @@ KEY = [Depends(HTTPBearer(auto_error=False))]
 """Shows in the OpenAPI document that a route needs the key, which Guard checks."""
 
 
-def application(title: str, service: Service, key: str, limits: BodyLimits, who: str, invalid: int = 422) -> FastAPI:
+def application(title: str, service: Service, key: str, limits: Limits, who: str, invalid: int = 422) -> FastAPI:
     """An application with Guard, errors and the routes for health and metrics. ``key`` "" admits everybody."""
 
     @asynccontextmanager
@@ -220,7 +213,12 @@ def application(title: str, service: Service, key: str, limits: BodyLimits, who:
 
     app = FastAPI(title=title, version=version("rayloop"), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, key=key, limits=limits, who=who)
-    _add_errors(app, invalid)
+
+    async def failed(request: Request, error: Exception) -> Response:
+        return _answer(error, invalid)
+
+    for kind in (RequestValidationError, HTTPException, DataFailure, InfrastructureFailure):
+        app.add_exception_handler(kind, failed)
     not_ready: dict[int | str, dict[str, Any]] = {503: {"model": Readiness, "description": "Names the condition that fails."}}
 
     @app.get("/healthz")
@@ -240,32 +238,95 @@ def application(title: str, service: Service, key: str, limits: BodyLimits, who:
     return app
 
 
-def _add_errors(app: FastAPI, invalid: int) -> None:
-    """Answers to exceptions of routes; ``invalid`` is the status of a malformed request."""
+def deployed(name: str, replica: type, settings: Any, *, what: str, **options: Any) -> Application:
+    """The application of Ray Serve with this class of replica and its ``settings``; ``what`` names it in errors.
 
-    async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return problem(invalid, "invalid", "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]))
-
-    async def refused(request: Request, error: HTTPException) -> Response:
-        answer = problem(error.status_code, "refused", str(error.detail))
-        answer.headers.update(error.headers or {})
-        return answer
-
-    async def bad_data(request: Request, error: DataFailure) -> Response:
-        return problem(invalid, "invalid", str(error))
-
-    async def unavailable(request: Request, error: InfrastructureFailure) -> Response:
-        code = "timeout" if isinstance(error, DeadlineExceeded) else "unavailable"
-        return problem(503, code, f"{type(error).__name__}: {error}")
-
-    handlers = {
-        RequestValidationError: malformed, HTTPException: refused, DataFailure: bad_data, InfrastructureFailure: unavailable,
-    }  # fmt: skip
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)  # type: ignore[arg-type] # each handler takes its own kind of exception
+    Makes the key file when it is missing. Raises ConfigError without a key, unless ``settings.insecure``.
+    """
+    if settings.key_file is not None:
+        new_secret(Path(settings.key_file), f"{what}'s key file")
+    elif not settings.insecure:
+        raise ConfigError("key_file: everybody who reaches the port could ask. Name a file, or set insecure: true on loopback")
+    if "backpressure_config" in inspect.signature(serve.deployment).parameters:  # since Ray 2.60
+        options["backpressure_config"] = {"retry_after_s": RETRY_AFTER}
+    ingress: Callable[[type], Any] = serve.ingress()
+    options |= {"max_queued_requests": settings.limits.queued, "health_check_period_s": 5, "health_check_timeout_s": 30}
+    return serve.deployment(name=name, **options)(ingress(replica)).bind(settings)
 
 
-def backpressure() -> dict[str, Any]:
-    """Options with which Serve's own 503, beyond ``queued``, has a ``Retry-After`` like ours; none before Ray 2.60."""
-    known = "backpressure_config" in inspect.signature(serve.deployment).parameters
-    return {"backpressure_config": {"retry_after_s": RETRY_AFTER}} if known else {}
+def _answer(error: Exception, invalid: int) -> Response:
+    """The answer to an exception of a route; ``invalid`` is the status of a malformed request."""
+    match error:
+        case RequestValidationError():
+            return problem(invalid, "invalid", "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5]))
+        case HTTPException():
+            answer = problem(error.status_code, "refused", str(error.detail))
+            answer.headers.update(error.headers or {})
+            return answer
+        case DataFailure():
+            return problem(invalid, "invalid", str(error))
+    code = "timeout" if isinstance(error, DeadlineExceeded) else "unavailable"
+    return problem(503, code, f"{type(error).__name__}: {error}")
+
+
+class Overloaded(InfrastructureFailure):
+    """The replica holds as much as ``limits.held`` allows."""
+
+
+class RequestMetrics:
+    """The metrics of one replica, which holds at most ``limit`` of ``held`` ("items"). ``prefix`` ("judge") begins every name,
+    ``owner`` are labels of every series."""
+
+    def __init__(self, prefix: str, owner: Mapping[str, str], held: str, limit: int) -> None:
+        self.registry = CollectorRegistry()
+        self._prefix, self._owner, self._what, self._limit, self._held = prefix, owner, held, limit, 0
+        self._requests = self.made(Counter, "requests", "Requests by how they ended.", "route", "outcome")
+        self._latency = self.made(Histogram, "latency_seconds", "From the parsed request to the answer.", "route", buckets=BUCKETS)
+        self._in_flight = self.one(Gauge, "inflight", "Requests being answered.")
+        self._queue = self.one(Gauge, "queue", f"{held.capitalize()} that are being answered or wait.")
+
+    @contextmanager
+    def request(self, route: str) -> Iterator[None]:
+        """Count a request and its time; an exception's name is its outcome."""
+        began, outcome = time.monotonic(), "ok"
+        self._in_flight.inc()
+        try:
+            yield
+        except BaseException as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self._in_flight.dec()
+            self._requests.labels(**self._owner, route=route, outcome=outcome).inc()
+            self._latency.labels(**self._owner, route=route).observe(time.monotonic() - began)
+
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """Hold the work of one request while the block runs. Raises Overloaded when it does not fit beside other work."""
+        if self._held and self._held + count > self._limit:
+            raise Overloaded(f"{self._held} {self._what} are held, limits.held is {self._limit}")
+        self._add(count)
+        try:
+            yield
+        finally:
+            self._add(-count)
+
+    def full(self) -> str:
+        """Why no more work is accepted; "" while it is."""
+        return f"{self._held} {self._what} are held, the limit is {self._limit}" if self._held >= self._limit else ""
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def made(self, kind: type[Any], name: str, about: str, *labels: str, **options: Any) -> Any:
+        """A new metric with the owner's labels and ``labels``."""
+        return kind(f"{self._prefix}_{name}", about, [*self._owner, *labels], registry=self.registry, **options)
+
+    def one(self, kind: type[Any], name: str, about: str) -> Any:
+        """A new metric with no labels but the owner's."""
+        return self.made(kind, name, about).labels(**self._owner)
+
+    def _add(self, count: int) -> None:
+        self._held += count
+        self._queue.set(self._held)

@@ -19,7 +19,7 @@ import time
 from benchmarks.measure import machine
 from benchmarks.processes import Tree
 from rayloop.core.types import Message, Task
-from rayloop.envs.kinds import Environments
+from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind
 
 PAGES = (

@@ -10,7 +10,7 @@ from typing import Literal
 from rayloop.core.groups import Group, Member, Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.recipes.digits.reward import SortReward
+from rayloop.recipes.digits.data import SortReward
 
 SUPERVISED = "supervised"
 """The arm that takes supervised steps on the same rows for the seconds that the first arm's steps took, with seed 0 only."""
@@ -76,7 +76,7 @@ EXPERIMENTS = {
         "GRPO from the shipped checkpoint, beside permuted rewards and supervised steps, on test pages and unseen page types",
         Path("recipes/arc_vision/learn.yaml"),
         ("iou", "click"),
-        arms={"grpo": (), "permuted": ("algorithm.advantage.permuted=true",)},
+        arms={"grpo": (), "permuted": ("algorithm.advantage.kind=permuted",)},
         sets={
             "test": HeldOutRows("recipes/arc_vision/pages/test.parquet", samples=4, controls=True),
             "ood": HeldOutRows("recipes/arc_vision/pages/ood.parquet"),
@@ -140,7 +140,7 @@ EXPERIMENTS = {
             "data.train=runs/data/arpo_sparse/train.jsonl", "data.eval=runs/data/arpo_sparse/val.jsonl", "steps=20",
             "evaluation.every=10", "evaluation.samples=2",
         ),
-        arms={"grpo": ("algorithm.replay.enabled=false",), "with replay": ("algorithm.replay.enabled=true",)},
+        arms={"grpo": ("algorithm.replay.kind=none",), "with replay": ("algorithm.replay.kind=corrected",)},
         needs="python -m rayloop data prepare arpo --out runs/data/arpo_sparse "
         "--pages click-button click-button-sequence click-test-2 --train 24 --val 48",
         training=(

@@ -31,8 +31,8 @@ from rayloop.envs.episode import play
 from rayloop.envs.grammar.actions import Actions, Click
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.instance import Instance
-from rayloop.envs.kinds import Environments
-from rayloop.rollout.group_rollout import requests
+from rayloop.envs.instance import Environments
+from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
 from rayloop.transports.settings import ObjectStoreTransport
 

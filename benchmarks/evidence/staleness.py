@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
@@ -85,7 +85,7 @@ class World:
         self.shared, self.uniform = shared, uniform
         self.ledger, self.version = Ledger(), Version(1, 0)
         self.rollouts = RolloutManager(
-            self.config, self.ledger, training_rows(self.config, self), self, Blame(self.config.environment)
+            self.config, self.ledger, training_rows(self.config, self), self, FailureHistory(self.config.environment)
         )
         self.rollouts.synced(self.version)
         self.slots = asyncio.Semaphore(SLOTS)

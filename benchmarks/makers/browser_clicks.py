@@ -20,9 +20,9 @@ from rayloop.core.types import Message, Task
 from rayloop.envs.browser.miniwob import MiniWob
 from rayloop.envs.browser.tab import Screen
 from rayloop.envs.grammar.actions import Actions, Click, Point
-from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.grammar.writer import write
-from rayloop.recipes.arpo.pages import PAGES, rows
+from rayloop.recipes.arpo.prepare import PAGES, rows
 
 WARM_PAGES = (*PAGES, "click-color", "click-widget")
 """The pages for which ``targets.js`` has a rule."""

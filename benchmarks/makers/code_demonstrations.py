@@ -19,10 +19,9 @@ from rayloop.core.protocols import Environment
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.dataset import field
 from rayloop.envs.interpreter.text import CLOSED, clue, opened
+from rayloop.recipes import write_rows
 from rayloop.recipes.pyvision.data import QuestionRows, answered
-from rayloop.recipes.pyvision.prepare import drawn
-from rayloop.recipes.pyvision.scenes import COUNTED, DOTS, KINDS, MOST, PLACES, box
-from rayloop.recipes.splits import write_rows
+from rayloop.recipes.pyvision.prepare import COUNTED, DOTS, KINDS, MOST, PLACES, box, drawn
 from rayloop.run.config import RunConfig
 
 QUICKSTART = Path(__file__).parents[2] / "recipes/pyvision/quickstart.yaml"

@@ -10,7 +10,7 @@ from pydantic import Field
 from rayloop.config.settings import SettingsModel
 from rayloop.core.types import Task
 from rayloop.recipes.chart_rvr.data import ChartAnswers
-from rayloop.recipes.chart_rvr.small import COLOURS, COLUMNS, KINDS
+from rayloop.recipes.chart_rvr.prepare import COLOURS, COLUMNS, KINDS
 
 _TABLE = '{"columns": ["' + '", "'.join(COLUMNS) + '"], "rows": [["'
 _TAGS = ("<think>\n", "<type>", "</type>\n", "<table>", "</table>\n", "<step-1>: ", "\n<step-2>: ", "\n</think>\n",

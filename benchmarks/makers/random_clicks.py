@@ -11,7 +11,7 @@ from typing import Any
 from rayloop.core.types import Message, Task
 from rayloop.envs.browser.miniwob import MiniWob
 from rayloop.envs.grammar.actions import Actions, Click, Point
-from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.grammar.writer import write
 from rayloop.measure.controls import Item
 

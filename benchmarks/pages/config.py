@@ -54,7 +54,7 @@ COMPONENTS = {
         "rayloop.recipes.arpo.reward:ArpoReward",
         "rayloop.recipes.chart_rvr.rewards.reward:ChartReward",
         "rayloop.recipes.chart_rvr.measure:ChartAnswer",
-        "rayloop.recipes.digits.reward:SortReward",
+        "rayloop.recipes.digits.data:SortReward",
         "rayloop.recipes.pyvision.deepeyes:DeepEyesReward",
         "rayloop.recipes.pyvision.reward:PyVisionReward",
         "rayloop.rewards.environment_result:EnvironmentResult",
@@ -73,10 +73,10 @@ COMPONENTS = {
         "rayloop.envs.osworld.environment:OSWorld",
         "rayloop.envs.scripted:ScriptedTool",
     ),
-    ("Curricula", "data.order"): ("rayloop.run.order:BySolveRate", "rayloop.recipes.arc_vision.curriculum:LargeFirst"),
+    ("Curricula", "data.order"): ("rayloop.run.order:BySolveRate", "rayloop.recipes.arc_vision.data:LargeFirst"),
     ("Blind priors", "evaluation.blind"): (
-        "rayloop.recipes.arc_vision.controls:BlindBox",
-        "rayloop.recipes.chart_rvr.controls:BlindChart",
+        "rayloop.recipes.arc_vision.boxes:BlindBox",
+        "rayloop.recipes.chart_rvr.measure:BlindChart",
     ),
     ("Boxes to draw", "report.boxes"): ("rayloop.recipes.arc_vision.boxes:GroundingBoxes",),
     ("Answers of the supervised stage", "answers"): (

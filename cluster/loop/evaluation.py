@@ -9,25 +9,26 @@ from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import EndReason, RolloutRequest, TrajectoryId, derive
 from rayloop.measure.controls import Item
-from rayloop.rollout.concurrency import ConcurrencyLimit
+from rayloop.rollout.scheduler import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, jsonable
 from rayloop.run.held_out import Play
 
 AT_ONCE = 128
-"""Episodes that play; others begin while records are made of those that have ended."""
+"""Episodes that are played at once."""
 
 
 async def play(
     asked: Sequence[Play], config: RunConfig, player: EpisodeRunner, step: int,
-    keep: Callable[[Item, dict[str, bytes]], None], hear: Callable[[Member], None],
+    keep: Callable[[Item, dict[str, bytes]], None], report: Callable[[Member], None],
 ) -> list[Item]:  # fmt: skip
-    """Play everything that is ``asked``. ``keep`` gets each item as soon as it is there, with the images of its group by hash, and
-    ``hear`` what was played and scored: an item has no traceback.
+    """Play all answers that are ``asked``; those of an arm to a task are a group.
 
-    The answers of an arm to a task, one or its samples, are a group to the player.
+    ``keep`` gets each item at once, with the images of its group by hash; ``report`` gets each member, which has the traceback.
     """
-    together = _together(asked)
+    together: dict[tuple[str, str], list[int]] = {}
+    for index, one in enumerate(asked):
+        together.setdefault((one.arm, one.task.id), []).append(index)
     gate = ConcurrencyLimit(AT_ONCE)
     items: dict[int, Item] = {}
 
@@ -38,9 +39,9 @@ async def play(
             try:
                 members = await player.play(requests, step, bad_data=player.emit_bad_data)
             finally:
-                player.blame.forget(group)
+                player.history.forget(group)
         for member in members:
-            hear(member)
+            report(member)
         records, images = await player.rewards.describe(Group(group, asked[indices[0]].task, tuple(members)))
         for number, (index, member) in enumerate(zip(indices, members, strict=True)):
             items[index] = _item(asked[index], member, [one for one in records if one.sample == number])
@@ -49,18 +50,10 @@ async def play(
 
     player.evaluation = 0, len(asked)
     try:
-        await asyncio.gather(*map(some, together))
+        await asyncio.gather(*map(some, together.values()))
     finally:
         player.evaluation = None
     return [items[index] for index in range(len(asked))]
-
-
-def _together(asked: Sequence[Play]) -> list[list[int]]:
-    """The positions of the answers of each arm to each task."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for index, play in enumerate(asked):
-        found.setdefault((play.arm, play.task.id), []).append(index)
-    return list(found.values())
 
 
 def _request(config: RunConfig, asked: Play, id: TrajectoryId) -> RolloutRequest:

@@ -1,4 +1,4 @@
-"""The loggers of a run, opened by their settings; Prometheus is the one that needs Ray, whose metrics port shows its gauges."""
+"""The loggers of a run, opened by their settings, and the Prometheus logger, whose gauges are on Ray's metrics port."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 
 from rayloop.core.deadlines import WAITS
 from rayloop.loggers.settings import AnySettings, PrometheusSettings, TensorBoardSettings, WandbSettings
-from rayloop.loggers.tensorboard import TensorBoard
 from rayloop.loggers.threads import Logger
-from rayloop.loggers.wandb import Wandb
+from rayloop.loggers.writers import TensorBoard, Wandb
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import prometheus
 from rayloop.view.vitals import Vitals
 
 REPEAT = 3.0
-"""Seconds between two exports of the gauges: Ray forgets one that was not set since its last report, which it makes every 10 s."""
+"""Seconds between two exports of the gauges: Ray drops a gauge that was not set within its report period of 10 s."""
 
 
 class Prometheus:
@@ -56,18 +55,18 @@ class Prometheus:
 
 
 def alive(vitals: Vitals) -> dict[str, float]:
-    """The newest figures of ``recovery/``; with them, what the driver waits for counts as progress when it ends."""
+    """The newest metrics of ``recovery/``; the end of a wait of the driver counts as progress."""
     try:
         vitals.update()
     except (OSError, ValueError):
-        return {}  # a file server that restarts: the next export may have them
+        return {}  # the file server restarts
     found = vitals.metrics()
     quiet = time.monotonic() - WAITS.moved
     return {**found, "recovery/progress_age": min(quiet, found.get("recovery/progress_age", quiet))}
 
 
 def open_logger(settings: AnySettings, name: str, config: Mapping[str, Any], folder: RunFolder) -> Logger:
-    """The logger of the run ``name``; ``config`` is what W&B shows as its configuration. Raises whatever its package raises."""
+    """The logger of the run ``name``; W&B shows ``config``. Raises what its package raises."""
     match settings:
         case PrometheusSettings():
             return Prometheus(name, Vitals(folder, config))

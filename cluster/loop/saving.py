@@ -1,44 +1,36 @@
-"""Saving the steps of a run: one at a time, and beside training where ``checkpoint.asynchronous`` says so."""
+"""Saving the steps of a run, one at a time, beside training with ``checkpoint.asynchronous`` (docs/algorithm.md, section 12)."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from rayloop.actors.failures import object_lost
+from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core import events, incidents
-from rayloop.core.deadlines import bounded
+from rayloop.core.deadlines import bounded, with_deadline
 from rayloop.core.events import Event
-from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
-from rayloop.core.protocols import Checksums
-from rayloop.core.types import Version
+from rayloop.core.failures import CheckpointError, CheckpointStorageFailed, WorkerLost
+from rayloop.core.types import TrajectoryId, Version
+from rayloop.rollout.plain import HeldValue, Plain, filled, held
 from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, complete
-
-
-class Saves(Protocol):
-    """The policy (``PolicyGroup``)."""
-
-    async def save(self, folder: str) -> Checksums:
-        """Write what the ranks hold."""
-
-    async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
-        """The same from a copy, while they go on from ``copied`` being set."""
 
 
 @dataclass(frozen=True)
 class SavedStep:
-    """What is to be saved. ``state`` captures the driver's part, ``about`` goes into the marker, ``best`` is kept."""
+    """A step to save. ``state`` captures the driver's part, ``about`` goes into the marker, ``best`` is kept; nothing is trained
+    after the ``last`` one, so it cannot be tried again at the next step."""
 
     version: Version
     state: Callable[[], Awaitable[Any]]
     about: Mapping[str, Any]
     best: bool
     last: bool
-    """Nothing is trained after it: it is waited for, and cannot be tried again at the next step."""
 
 
 class Saving:
@@ -52,8 +44,10 @@ class Saving:
         self._under_way: asyncio.Task[None] | None = None
 
     def anew(self, since: int) -> None:
-        """Raises CheckpointError unless a run that finds no checkpoint may begin at step 0: this start has saved none. ``since``:
-        lineages that had begun before it. A driver that took another one's place reads in ``latest`` what that one saved."""
+        """Raises CheckpointError when this start has saved a checkpoint, which is gone: the run may not begin at step 0.
+
+        ``since``: lineages that had begun before it. A driver that replaces another one reads in ``latest`` what that one saved.
+        """
         newest = self.saved[1].folder.name if self.saved else ""
         if not newest and self._store.lineages() > since:
             newest = self.latest()
@@ -65,20 +59,20 @@ class Saving:
             )
 
     def latest(self) -> str:
-        """The name of the checkpoint that was saved last, be it there or not; "" when none was, or the storage does not say."""
+        """The name of the checkpoint that was saved last, even if it is gone; "" when that is not known."""
         with suppress(OSError):
             return (self._store.folder / "latest").read_text(encoding="utf-8")
         return ""
 
     def on_disk(self, version: Version) -> bool:
-        """Whether there is a complete checkpoint of it."""
+        """Whether there is a complete checkpoint of ``version``."""
         return self.saved is not None and self.saved[0] == version and complete(self.saved[1].folder) is not None
 
-    async def save(self, step: SavedStep, policy: Saves) -> None:
-        """Save a step, when the one before is written. Returns when the ranks may go on, of the last one when it is on disk.
+    async def save(self, step: SavedStep, policy: PolicyGroup) -> None:
+        """Save a step, when the one before is written. Returns when the ranks may go on; for the last step, when it is on disk.
 
-        A save that fails is recorded; the caller tries again at the next step. Raises CheckpointError when it was the last or
-        ``FAILED_SAVES`` failed before it; what else went wrong, such as PolicyLost, now or from ``settle``.
+        A save that fails is recorded, and the caller tries again at the next step. Raises CheckpointError at the last step or after
+        ``FAILED_SAVES`` failures; another error, such as PolicyLost, now or from ``settle``.
         """
         await self.settle()
         copied = asyncio.Event()
@@ -89,7 +83,7 @@ class Saving:
         await self.settle(wait=not self._beside or step.last)
 
     async def settle(self, *, wait: bool = True) -> None:
-        """Return when nothing is being written; without ``wait`` at once. Raises what went wrong with what was."""
+        """Return when nothing is being written; without ``wait`` at once. Raises the error of the save that has ended."""
         if self._under_way is None or not (wait or self._under_way.done()):
             return
         late = CheckpointStorageFailed(f"a checkpoint was not written within {self._timeout:g} s (policy.step_timeout)")
@@ -98,12 +92,12 @@ class Saving:
         ended.result()
 
     async def abandon(self) -> None:
-        """What is still being written will not be complete."""
+        """Stop the save that is under way."""
         if self._under_way is not None:
             self._under_way.cancel()
             await asyncio.wait({self._under_way}, timeout=self._timeout)
 
-    async def _write(self, step: SavedStep, policy: Saves, copied: asyncio.Event) -> None:
+    async def _write(self, step: SavedStep, policy: PolicyGroup, copied: asyncio.Event) -> None:
         began, number = time.monotonic(), step.version.step
         write = partial(policy.save_beside, copied=copied) if self._beside and not step.last else policy.save
         try:
@@ -116,3 +110,36 @@ class Saving:
             return
         self.failed, self.saved = 0, (step.version, saved)
         self._emit(events.CheckpointEvent(saved.folder.name, round(time.monotonic() - began, 3)), number)
+
+
+async def capture(state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float) -> Plain:
+    """A state with its payloads in it; the run goes on while they are fetched.
+
+    ``lose`` gets the trajectories whose payloads are gone, and then a later state is taken. Raises CheckpointError when
+    payloads do not come within ``timeout`` seconds.
+    """
+    values: dict[Any, Any] = {}
+    while True:
+        taken = state()
+        try:
+            lost = await with_deadline(timeout, fetch(held(taken), values), "payloads for the checkpoint")
+        except WorkerLost as error:
+            raise CheckpointError(str(error)) from error
+        if not lost:
+            return filled(taken, values.__getitem__)
+        lose(lost)
+
+
+async def fetch(wanted: Iterable[HeldValue], values: dict[Any, Any]) -> set[TrajectoryId]:
+    """Add the values of the references to ``values``. Returns the trajectories of which something is lost."""
+    ids = {(found.reference, found.id) for found in wanted}
+
+    async def one(reference: Any) -> None:
+        try:
+            values[reference] = await reference
+        except Exception as error:
+            if not object_lost(error):
+                raise
+
+    await asyncio.gather(*(one(reference) for reference in {r for r, _ in ids} - values.keys()))
+    return {id for reference, id in ids if reference not in values}

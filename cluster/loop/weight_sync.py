@@ -1,4 +1,4 @@
-"""Weight update of weights to the rollout engines, and the proof at the start that they arrive (docs/algorithm.md, 10, 11)."""
+"""Weight sync to the rollout engines, and the check at the start that weights arrive (docs/algorithm.md, sections 10 and 11)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from rayloop.actors.fates import object_lost
+from rayloop.actors.failures import brief, object_lost
 from rayloop.actors.handles import Handle, submit
-from rayloop.actors.lost import brief
 from rayloop.actors.policy import LogprobGap, PolicyRank
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.roles.services import TrainingServices
+from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.cluster.supervision.policy_group import LOADING
 from rayloop.core import events, incidents
@@ -30,24 +29,21 @@ from rayloop.transports.seam import WeightTransport, WeightUpdate
 
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
-FAILING = 4
-"""Tasks that cannot be played, with none that can, before the check at the start gives up; ``PROBES`` if that is more."""
 PROBES = 4
-"""Training tasks sampled for the log-prob check and the self-test, and where steps cannot see drift (``alarms.logprobs``): some
-hundred tokens of several tasks, and a start that is not slower than a step."""
+"""Training tasks played for the log-prob check, the self-test and the drift check; also the failures of tasks, with none that can
+be played, after which the check at the start gives up."""
 LOGPROB_CHECK = "logprob_check"
-"""Why probes are played at the start; for the self-test it is the name of the parameters that were changed."""
+"""The purpose of the first probes; that of the self-test's is the name of the changed parameters."""
 SELF_TEST_TOKENS = 32
-"""An answer of the self-test is at most as long: whether weights arrived shows in its first tokens, and each group of parameters
-is waited for before the first step."""
+"""Maximum tokens of an answer of the self-test, whose first tokens show whether weights arrived."""
 ARRIVED = 1 / 3
-"""Changed weights have arrived when the engines stay behind the trainer by at most this share of the movement."""
+"""Changed weights have arrived when engines and trainer differ by at most this share of the change."""
 
 
 class WeightSync:
     """Brings the policy's weights into every engine; a replacement engine is admitted with the current ones.
 
-    For the transport, which decides how, it is the engines in service (``rayloop.transports.seam.Rollouts``).
+    To the transport it is the engines in service (``rayloop.transports.seam.Rollouts``).
     """
 
     def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
@@ -71,7 +67,7 @@ class WeightSync:
             await self._transport.deliver(self.services.policy, self, version)
         except Exception as error:
             if object_lost(error):
-                raise PolicyLost(f"the weights of version {version} were lost while they were published: {brief(error)}") from error
+                raise PolicyLost(f"the weights of version {version} were lost while they were synced: {brief(error)}") from error
             raise
 
     @property
@@ -80,22 +76,22 @@ class WeightSync:
         return tuple(self.services.rollout.workers)
 
     def keep(self, update: WeightUpdate[Any]) -> None:
-        """What engines load that come from now on."""
+        """New engines load this update from now on."""
         self._current = update
         self._gone.clear()
         self._kept.set()
 
     async def load(self, update: WeightUpdate[Any]) -> None:
-        """Into every engine in service. Raises the first failure, when all have ended."""
+        """Load an update into every engine in service. Raises the first failure, when all have ended."""
         engines = self.services.rollout.within(self.config.weight_sync.timeout)
         await engines.everywhere(RolloutActor.load, update.manifest, update.source)
 
     def fell_back(self, version: Version, error: Exception) -> None:
-        """The transport's own way failed; a slower one follows."""
+        """Emit that the transport's own way failed; a slower one follows."""
         self.reporter.event(incidents.BroadcastFailedEvent(str(version), why=brief(error)))
 
     async def admit(self, engine: Handle[RolloutActor]) -> None:
-        """Bring a new engine to the current weights (none before the first weight update). Waits for others when these are lost."""
+        """Load the current weights into a new engine, if there are any. Waits for others when these are lost."""
         patience = max(self.config.recovery.start_timeout, LOADING) + self.config.weight_sync.timeout
         loaded = None
         while self._current is not None and self._current is not loaded:
@@ -113,8 +109,7 @@ class WeightSync:
                     await with_deadline(patience, self._kept.wait(), "weights in place of those that were lost")
 
     async def remake(self, version: Callable[[], Version]) -> None:
-        """Publish again what was lost with the node that held it, while the run goes on; after an update the next weights are on
-        their way anyway. Raises PolicyLost when the ranks went with that node."""
+        """Sync weights again that were lost with their node, while the run goes on. Raises PolicyLost when the ranks were on it."""
         while True:
             await self._gone.wait()
             async with self.making:
@@ -135,7 +130,7 @@ class WeightSync:
             if self.config.weight_sync.logprob_check != "warn":
                 raise
             self.reporter.event(incidents.LogprobWarning(why=str(error)))
-            await self.send(version)  # a self-test that ended early leaves changed weights in the engines
+            await self.send(version)  # a self-test that ended early left changed weights in the engines
 
     async def _logprob_check(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         self._probes = await self._probe(tasks, player, LOGPROB_CHECK)
@@ -154,16 +149,20 @@ class WeightSync:
             )
 
     async def observe(self, tasks: Sequence[Task], player: EpisodeRunner, step: int) -> float | None:
-        """How far engines and trainer are apart after ``step`` steps: mean |log-prob difference| in nats, over fresh episodes.
+        """Mean |log-prob difference| in nats between engines and trainer after ``step`` steps, over fresh episodes.
 
-        Plays ``PROBES`` of the tasks at once, other ones at each step; skips those that fail. None, with an
-        event, when nothing could be compared. The ranks must hold nothing fetched. Raises PolicyLost and, when no actor is left to
-        play, WorkerLost.
+        Plays ``PROBES`` of the tasks, other ones at each step; skips those that fail. None, with an event, when nothing could be
+        compared. The ranks must hold nothing fetched. Raises PolicyLost and, when no actor is left to play, WorkerLost.
         """
         draw = random.Random(derive(self.config.seed, "probe", "drift", step))
         chosen = draw.sample(list(tasks), min(PROBES, len(tasks)))
-        played = await asyncio.gather(*(self._play(task, -1 - i, player, step) for i, task in enumerate(chosen)))
-        payloads = [payload for payload in played if payload is not None]
+        sampling = self.config.rollout.sampling.sampling()
+        requests = [
+            RolloutRequest(task, TrajectoryId(-1 - i, 0), 0, derive(self.config.seed, "probe", "drift", step, task.id), sampling)
+            for i, task in enumerate(chosen)
+        ]
+        played = await asyncio.gather(*(self._episode("drift", request, player) for request in requests))
+        payloads = [payload for payload in played if not isinstance(payload, Unscored)]
         try:
             if not payloads:
                 raise WorkerLost(f"none of {len(chosen)} tasks could be played")
@@ -174,32 +173,25 @@ class WeightSync:
         self.reporter.event(events.LogprobCheck(**found.report(), tolerance=self.config.drift))
         return found.mean
 
-    async def _play(self, task: Task, group: int, player: EpisodeRunner, step: int) -> Any:
-        """The payload of a fresh episode, or None and an event."""
-        seed = derive(self.config.seed, "probe", "drift", step, task.id)
-        request = RolloutRequest(task, TrajectoryId(group, 0), 0, seed, self.config.rollout.sampling.sampling())
-        played = await self._episode("drift", request, player)
-        return None if isinstance(played, Unscored) else played
-
     async def _episode(self, purpose: str, request: RolloutRequest, player: EpisodeRunner) -> Any:
-        """The payload of a fresh episode, or why there is none, with an event."""
+        """The payload of a fresh episode, or, with an event, why there is none."""
         try:
             [played] = await player.episodes([request])
         finally:
-            player.blame.forget(request.id.group)
+            player.history.forget(request.id.group)
         if not isinstance(played, Failure):
             return played[1]
         self.reporter.event(incidents.ProbeFailed(purpose, request.task.id, why=played.why))
         return Unscored.of(played)
 
     async def _self_test(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        """Publish visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
+        """Sync visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
         groups, *_ = await self.services.policy.all(PolicyRank.parameter_groups)
         for number, group in enumerate(groups, start=-len(groups)):
             if group in ("vision", "merger") and not self._unchanged.images:
                 self.reporter.event(events.SelfTest(group, skipped="no probe has an image"))
                 continue
-            try:  # from here on: a perturbation goes on at the ranks when its await is cancelled
+            try:  # a perturbation that is cancelled here goes on at the ranks
                 await self.services.policy.all(PolicyRank.perturb, group)
                 await self.send(Version(version.lineage, version.step + number))  # rising: older ones are pruned
                 moved, probes = await asyncio.gather(self.services.policy.compare(self._probes), self._probe(tasks, player, group))
@@ -211,7 +203,7 @@ class WeightSync:
         await self.send(version)
 
     def _judge(self, group: str, moved: LogprobGap, follows: LogprobGap) -> None:
-        """``moved``: the trainer's log-probs by the change; ``follows``: what then still separates the engines from it."""
+        """``moved``: the trainer after the change against before; ``follows``: the engines against the trainer, after it."""
         if not moved.mean > VISIBLE * self._unchanged.mean:
             raise WeightSyncError(
                 f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and engine and trainer differ by "
@@ -223,16 +215,15 @@ class WeightSync:
         allowed = share if self.config.rounds else min(self.config.tolerance, share)
         if not follows.mean <= allowed:
             raise WeightSyncError(
-                f"publishing changed {group} weights moved the trainer's log-probs by {moved.mean:.2e}, but the engines' are "
+                f"syncing changed {group} weights moved the trainer's log-probs by {moved.mean:.2e}, but the engines' are "
                 f"{follows.mean:.2e} away from them ({allowed:.0e} is allowed): this part did not arrive"
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
         """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played, all missing ones at once.
 
-        At the run's own sampling settings; answers of the self-test are cut. A task that cannot be played is not tried again in
-        this proof: it may have cost several deadlines. Raises EnvironmentFailed or DataFailure when so many fail that the tasks
-        are not to blame, and none is played.
+        Uses the run's sampling settings; answers of the self-test are cut. A task that fails is not tried again, since it may have
+        cost several deadlines. Raises EnvironmentFailed or DataFailure when as many fail, and none is played.
         """
         payloads: list[Any] = []
         failed: list[Unscored] = []
@@ -240,9 +231,8 @@ class WeightSync:
         if purpose != LOGPROB_CHECK:
             most = min(sampling.max_tokens, SELF_TEST_TOKENS)
             sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        wanted = PROBES
         playable = ((number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable)
-        while chosen := list(islice(playable, min(wanted - len(payloads), max(wanted, FAILING) - len(failed)))):
+        while chosen := list(islice(playable, PROBES - max(len(payloads), len(failed)))):
             requests = [
                 RolloutRequest(task, TrajectoryId(-1 - number, 0), 0, derive(self.config.seed, "probe", purpose, task.id), sampling)
                 for number, task in chosen

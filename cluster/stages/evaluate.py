@@ -13,12 +13,12 @@ from typing import Any
 import ray
 
 from rayloop.actors.base import Actor
-from rayloop.actors.fates import cause
+from rayloop.actors.failures import cause
 from rayloop.actors.handles import Handle, create, submit
 from rayloop.actors.lease import Lease
 from rayloop.actors.rollout import RolloutActor, start_weights
 from rayloop.cluster.loop.evaluation import play
-from rayloop.cluster.roles.services import Services
+from rayloop.cluster.services import Services
 from rayloop.cluster.session import session
 from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.config.settings import dump
@@ -30,12 +30,11 @@ from rayloop.core.files import needed
 from rayloop.core.groups import Member
 from rayloop.core.model_files import resolve
 from rayloop.core.types import Task
+from rayloop.data.cursor import evenly
 from rayloop.data.dataset import Dataset
-from rayloop.data.subset import evenly
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.alarms import grader_error
-from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, summarise, table
-from rayloop.measure.solved import pass_rates
+from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, pass_rates, summarise, table
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RolloutDump, make_folder
@@ -82,13 +81,14 @@ def evaluate(
     if missing:
         held = 0 if config.engine.own_weights else read_shape(config.model.path, config.model.revision).parameters
         room = store(config, held)
-        with session(total(bundles(config, trains=False)), address, temporary, _logs(out), store=room):
+        make_folder(out / "logs", "--out")
+        with session(total(bundles(config, trains=False)), address, temporary, out / "logs", store=room):
             why = _play(config, out, missing, retries)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
     items = [item for key, item in {item.key: item for item in read_items(items_file)}.items() if key in wanted] + blinds
     if wanted and not items:
         raise NothingScored(
-            f"none of {len(wanted)} answers has a score, so there is nothing to report. The first: {why}. Mend that, and run the "
+            f"none of {len(wanted)} answers has a score, so there is nothing to report. The first: {why}. Fix that, and run the "
             f"command again; {out}/events.jsonl has all reasons"
         )
     summary = {
@@ -119,7 +119,7 @@ def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> di
 
 
 def _missing(config: RunConfig, asked: Sequence[Play], done: set[tuple[str, str, int]]) -> list[Play]:
-    """The answers that are not on record. What is scored together is played together: all of them when one is missing."""
+    """The answers that are not on record; with ``reward.per: group`` all answers of a group in which one is missing."""
     missing = [p for p in asked if (p.arm, p.task.id, p.sample) not in done]
     if config.reward.per == "trajectory":
         return missing
@@ -152,17 +152,17 @@ class Evaluator(Actor):
         self.retries = 0
 
     async def main(self, missing: Sequence[Play], retries: int = 0) -> str:
-        """Play what is missing. Items without a score are not kept: another call asks for them again.
+        """Play what is missing. Items without a score are not kept, nor those that were cut and are played again.
 
-        Nor are those that were cut, before they have been played again as often as ``retries`` says. What is paid as a group is not
-        played again in part. Returns why the first of these has none; "" when all have one.
+        Returns why the first item without a score has none; "" when all have one.
         """
         services = Services(self.config, str(self.out), self._emit)
         me = ray.get_runtime_context().current_actor
         self.player = EpisodeRunner(self.config, services, me, self._emit)
         try:
             if not self.config.engine.own_weights:
-                self.weights = await asyncio.to_thread(self._pack)
+                start = await asyncio.to_thread(start_weights, self.config.model, self.config.engine.dtype)
+                self.weights = WeightUpdate(start.manifest, ray.put(start.source))
             await services.start(self._admit)
             await self._all(missing, retries if self.config.reward.per == "trajectory" else 0)
         finally:
@@ -172,13 +172,13 @@ class Evaluator(Actor):
     async def _all(self, missing: Sequence[Play], retries: int) -> None:
         """Play ``missing``, and with twice the room what was cut of it, as often as ``retries``."""
         for self.retries in reversed(range(retries + 1)):
-            items = await play(missing, self.config, self.player, 0, self._keep, self._hear)
+            items = await play(missing, self.config, self.player, 0, self._keep, self._report)
             missing = [_longer(asked) for asked, item in zip(missing, items, strict=True) if item.cut]
             if not missing:
                 return
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[RolloutActor]:
-        """For environment actors: engine ``lost`` failed a request of this episode; another one to go on with."""
+        """For environment actors: another engine for an episode whose request failed on engine ``lost``."""
         return await self.player.calls.replace_engine(episode, lost, why)
 
     async def _admit(self, engine: Handle[RolloutActor]) -> None:
@@ -186,11 +186,6 @@ class Evaluator(Actor):
             return
         loaded = submit(engine, RolloutActor.load, self.weights.manifest, self.weights.source)
         await with_deadline(self.config.weight_sync.timeout, loaded, "load of a rollout engine", engine)
-
-    def _pack(self) -> WeightUpdate[Any]:
-        """The weights of ``model.path``, as a weight update."""
-        start = start_weights(self.config.model, self.config.engine.dtype)
-        return WeightUpdate(start.manifest, ray.put(start.source))
 
     def _keep(self, item: Item, images: dict[str, bytes]) -> None:
         if item.reward is None:
@@ -205,8 +200,8 @@ class Evaluator(Actor):
             if self.items.trouble is not None:
                 raise self.items.trouble
 
-    def _hear(self, member: Member) -> None:
-        """The first traceback of the reward."""
+    def _report(self, member: Member) -> None:
+        """Emit the first traceback of the reward."""
         if member.outcome.trace and not self.trace:
             self.trace = member.outcome.trace
             self._emit(grader_error(member))
@@ -221,14 +216,14 @@ def _longer(asked: Play) -> Play:
 
 
 def config_hash(config: RunConfig) -> str:
-    """16 hex digits over what decides the answers: everything but the run's name and where things lie."""
+    """16 hex digits over the settings that decide the answers: all but the run's name and paths."""
     model = config.model.model_copy(update={"path": "", "revision": None})
     bare = config.model_copy(update={"name": "x", "output": "", "model": model})
     return hashlib.sha256(dump(bare).encode()).hexdigest()[:16]
 
 
 def _weights(config: RunConfig) -> str:
-    """Whose weights answer: those of ``model.path``, or those of a server, which are known by name only."""
+    """The hash of the weights of ``model.path``, or the name of a server's."""
     return config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
 
 
@@ -255,14 +250,8 @@ def _read(path: str, config: RunConfig) -> Dataset:
 
 
 def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:
-    """A folder without an answer belongs to nobody yet."""
+    """Write the identity of an evaluation into its folder. Raises ConfigError when the folder has answers of another one."""
     if not empty and file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != identity:
         changed = ", ".join(name for name in identity if before.get(name) != identity[name])
         raise ConfigError(f"{file.parent} holds an evaluation with another {changed}; name another folder with --out")
     file.write_text(json.dumps(identity) + "\n", encoding="utf-8")
-
-
-def _logs(out: Path) -> Path:
-    folder = out / "logs"
-    folder.mkdir(exist_ok=True)
-    return folder

@@ -1,6 +1,6 @@
-"""Looking into a live run from outside: which actors it has and where, what they do, what they have printed, and its end.
+"""A live run seen from outside: its actors, their stacks and logs, and a request to stop.
 
-Everything here asks Ray, never the driver, so that it answers when the driver hangs; only ``stop_driver`` needs one that listens.
+All but ``stop_driver`` asks Ray, not the driver, and so answers when the driver hangs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ ANSWER = 10.0
 
 
 class NoAnswer(InfrastructureFailure):
-    """The driver of a run did not take in time what it was told."""
+    """The driver of a run did not answer in time."""
 
 
 @dataclass(frozen=True)
 class LiveActor:
-    """``name`` is role, slot and a suffix; ``node`` the name of its machine, ``here`` whether that is this one."""
+    """``name`` is role, slot and a suffix; ``node`` the host name; ``here``: whether that is this machine."""
 
     name: str
     number: str
@@ -58,7 +58,7 @@ class LiveActor:
 
 @contextmanager
 def joined(place: Place) -> Iterator[list[LiveActor]]:
-    """The actors of the run, which is joined for the time of the block. Raises ConfigError when it has none."""
+    """Join the run's cluster for the block. Yields its actors; raises ConfigError when it has none."""
     ray.init(address=place.address, log_to_driver=False, namespace=place.namespace, logging_level=logging.WARNING)
     try:
         yield _actors(place)
@@ -80,7 +80,7 @@ def _actors(place: Place) -> list[LiveActor]:
 
 
 def of_role(actors: list[LiveActor], role: str | None) -> list[LiveActor]:
-    """Those of a role, or all. Raises ConfigError with the roles that there are."""
+    """The actors of a role, or all. Raises ConfigError with the present roles."""
     chosen = [actor for actor in actors if role in (None, actor.role)]
     if not chosen:
         raise ConfigError(f"no live actor of role {role}; there are: {', '.join(sorted({a.role for a in actors}))}")
@@ -88,8 +88,7 @@ def of_role(actors: list[LiveActor], role: str | None) -> list[LiveActor]:
 
 
 def stacks(place: Place, role: str | None) -> Iterator[tuple[str, str]]:
-    """Each actor, and what its threads do: told by py-spy where it can see the process, else by the actor itself, which answers
-    from a thread of its own."""
+    """Each actor, and the stacks of its threads: from py-spy on this machine, else from the actor's own debug thread."""
     with joined(place) as actors:
         chosen = of_role(actors, role)
         answers = asyncio.run(_answers(place, chosen))
@@ -110,7 +109,7 @@ async def _answers(place: Place, actors: list[LiveActor]) -> list[str]:
 
 
 def _spied(pid: int) -> str | None:
-    """What py-spy sees of a process on this machine, also of one that holds the interpreter's lock; None when it cannot look."""
+    """The stacks of a process on this machine from py-spy, even if it holds the interpreter's lock; None without py-spy."""
     program = shutil.which("py-spy")
     if program is None:
         return None
@@ -122,7 +121,7 @@ def _spied(pid: int) -> str | None:
 
 
 def logs(place: Place, role: str | None, lines: int) -> Iterator[tuple[str, str]]:
-    """Each actor, and the last lines that it printed (stdout, then stderr)."""
+    """Each actor, and the last lines of its stdout and stderr."""
     with joined(place) as actors:
         for actor in of_role(actors, role):
             yield str(actor), _printed_here(actor, lines) if actor.here else _printed_there(actor, lines)
@@ -139,14 +138,14 @@ def last_lines(file: Path, lines: int) -> str:
 
 
 def _printed_there(actor: LiveActor, lines: int) -> str:
-    """Through the dashboard, which a private cluster does not have."""
+    """The logs from the dashboard, which a private cluster does not have."""
     from ray.util.state import get_log
 
     try:
         return "".join(
             part for end in ("out", "err") for part in get_log(actor_id=actor.number, tail=lines, suffix=end, timeout=int(ANSWER))
         )
-    except Exception as error:  # whatever the dashboard's client raises: the other actors' logs are shown
+    except Exception as error:  # the other actors' logs are still shown
         why = str(error).partition("\n")[0]
         return f"cannot be read from here ({why}). On {actor.node}: session_latest/logs/worker-*-{actor.pid}.out\n"
 
@@ -154,18 +153,14 @@ def _printed_there(actor: LiveActor, lines: int) -> str:
 def stop_driver(place: Place) -> None:
     """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet.
 
-    A driver that is gone before it can answer is no error: it has ended, as asked or for a reason of its own, and who waits for
-    the run's end is told which. A small run ends within milliseconds.
+    A driver that ends before it answers is no error: a small run ends within milliseconds.
     """
     with joined(place) as actors:
         name = of_role(actors, "driver")[-1].name
         try:
             driver: Any = ray.get_actor(name, place.namespace)
-        except ValueError:  # it was there a moment ago
-            return
-        try:
             ray.get(submit(driver, DriverActor.stop), timeout=ANSWER)
-        except ActorDiedError:
+        except (ActorDiedError, ValueError):  # it has ended since it was listed
             return
         except (RayError, TimeoutError) as error:
             raise NoAnswer(f"the driver of the run does not answer: {type(error).__name__}") from error

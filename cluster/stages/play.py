@@ -13,9 +13,9 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
 from rayloop.data.images import decode, probe
 from rayloop.envs.instance import Instance
-from rayloop.envs.kinds import Environments
+from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
-from rayloop.view.terminal import Colours, blocks, colours
+from rayloop.view.pictures import Colours, blocks, colours
 from rayloop.view.words import visible
 
 QUIT = ("quit", "exit")

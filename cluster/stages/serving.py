@@ -1,13 +1,16 @@
-"""Serving an application: room in a cluster's Ray Serve, its start, its end, and a watch over it."""
+"""Serving the judge, or the policy of a live run, with Ray Serve, until a signal comes or the run ends."""
 
 from __future__ import annotations
 
 import io
+import json
+import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve as ray_serve
@@ -15,69 +18,131 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ProxyStatus
 
-from rayloop.cluster.session import serve_details
+from rayloop.actors.handles import Handle, submit
+from rayloop.cluster.driver_actor import DriverActor
+from rayloop.cluster.session import serve_details, session
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
+from rayloop.core.files import write_whole
+from rayloop.core.signals import handling
 from rayloop.core.threads import call_within
-from rayloop.serve_apps.http_options import LOOPBACK
+from rayloop.judge.discovery import Address, announce, withdraw
+from rayloop.run.config import RunConfig
+from rayloop.run.place import run_of
+from rayloop.serve_apps.judge import app as judge
+from rayloop.serve_apps.judge.address import announce_in_ray, unclaimed
+from rayloop.serve_apps.policy import app as policy
+from rayloop.serve_apps.settings import LOOPBACK, HttpOptions, PolicyEndpointSettings, PolicyLimits, ServeFile
 
 POLL = 1.0
 ASKED = 5.0
 """Seconds for one look at Serve's status; Ray itself waits a minute for a cluster that is gone, and then ends the process."""
 PROXY = 60.0
 """Seconds within which a proxy must answer once the replicas run."""
+ANSWER = 60.0
+"""Seconds within which the run's driver must return its configuration; it is asked once."""
 
 
 class ServeFailed(InfrastructureFailure):
     """Ray Serve did not bring the application up, or lost it."""
 
 
-def begin(host: str, port: int, running: int, proxies: str = "HeadOnly") -> int:
-    """The port of Ray Serve: that of the one ``running`` (``room``), else of the one that is started here."""
-    if running:
-        return running
-    port = port or free_port(host)
-    ray_serve.start(proxy_location=proxies, http_options={"host": host, "port": port})
-    return port
+def serve_judge(file: ServeFile, address: str | None, temporary: str | None, announced: Path) -> int:
+    """Serve in the cluster at ``address``, or in its own, until SIGTERM or SIGINT. Raises ServeFailed, ConfigError (``room``)."""
+    (application,) = file.applications
+    settings, replicas = application.args, application.args.replicas
+    each = {"CPU": replicas.cpus, "GPU": judge.gpus(settings), **replicas.resources}
+    needed = {name: replicas.max * amount for name, amount in each.items()}
+    logs = announced.parent / "judge-logs"
+    logs.mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def findable(url: str) -> Iterator[str]:
+        """Announce the address in the file and, for runs in the same Ray cluster, in a named actor."""
+        place = Address(url=url, key_file=settings.key_file or "")
+        actor = announce_in_ray(application.name, place)
+        announce(announced, place)
+        try:
+            yield f"{url} ({settings.backend.kind}), announced in {announced}"
+        finally:
+            withdraw(announced, place)
+            with suppress(RayError):
+                ray.kill(actor)
+
+    interrupt = signal.default_int_handler  # SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler ends the process
+    with session(needed, address, temporary, logs), handling(interrupt, signal.SIGTERM):
+        unclaimed(application.name)
+        made = judge.app(settings.model_dump())
+        _serve("judge", application.name, made, file.http_options, findable, proxies=file.proxy_location)
+    return 0
 
 
-def deploy(application: Any, named: Named) -> None:
-    """Run an application of ``serve.deployment(...).bind``, and wait until it is up. Raises ServeFailed."""
+def serve_policy(
+    address: str, namespace: str, name: str, http: HttpOptions, limits: PolicyLimits, key_file: Path | None,
+    announced: Path, alive: Callable[[], bool],
+) -> int:  # fmt: skip
+    """Serve the run in ``namespace``, or the one called ``name``, of the cluster at ``address`` until a signal or the run's end.
+
+    ``alive`` returns whether the run lives. Raises ServeFailed, and ConfigError without such a run, or without ``room``.
+    """
+    key = None if key_file is None else str(key_file.resolve())
+
+    @contextmanager
+    def findable(url: str) -> Iterator[str]:
+        """Announce the base URL and the key file in the file."""
+        place = {"url": f"{url}/v1", "key_file": key or ""}
+        write_whole(announced, json.dumps(place).encode(), mode=0o644, durable=False)
+        try:
+            yield f"{url}/v1 model {config.name}, announced in {announced}"
+        finally:
+            announced.unlink(missing_ok=True)
+
+    ray.init(address=address, log_to_driver=False, namespace="rayloop")
     try:
-        ray_serve.run(application, name=named.name, route_prefix=named.route_prefix)
-    except (RuntimeError, RayServeException) as error:
-        raise ServeFailed(str(error)) from error
+        with handling(signal.default_int_handler, signal.SIGTERM):
+            found = namespace or _named(name)
+            config = _config(found)
+            made = policy.app(_endpoint(config, found, limits, key))
+            _serve("policy", f"policy-{config.name}", made, http, findable, alive)
+    finally:
+        if alive():
+            ray.shutdown()
+    return 0
 
 
-class Listens(Protocol):
-    """The address of an application."""
+def _serve(
+    who: str, name: str, application: Any, http: HttpOptions, findable: Callable[[str], AbstractContextManager[str]],
+    alive: Callable[[], bool] = lambda: True, proxies: str = "HeadOnly",
+) -> None:  # fmt: skip
+    """Serve an application of ``serve.deployment(...).bind`` until a signal comes, or ``alive()`` is false.
 
-    @property
-    def host(self) -> str:
-        """The interface, such as 127.0.0.1."""
-        ...
+    ``findable`` announces a URL while it is entered, and returns a line to print. Raises ServeFailed, ConfigError (``room``).
+    """
+    running = room(name, http)
+    try:
+        port = running or http.port or free_port(http.host)
+        if not running:
+            ray_serve.start(proxy_location=proxies, http_options={"host": http.host, "port": port})
+        try:
+            ray_serve.run(application, name=name, route_prefix="/")
+        except (RuntimeError, RayServeException) as error:
+            raise ServeFailed(str(error)) from error
+        with findable(url(http.host, port)) as line:
+            print(f"{who}: {line}", flush=True)
+            try:
+                watch(name, who, alive)
+            except ServeFailed:
+                if alive():
+                    raise
+            print(f"{who}: the run has ended, and with it the endpoint", flush=True)
+    except KeyboardInterrupt:
+        print(f"{who}: received a signal, ending", flush=True)
+    finally:
+        if alive():
+            end(name, started=not running)
 
-    @property
-    def port(self) -> int:
-        """The port; 0 for a free one."""
-        ...
 
-
-class Named(Protocol):
-    """An application of Ray Serve."""
-
-    @property
-    def name(self) -> str:
-        """The name in Serve's status."""
-        ...
-
-    @property
-    def route_prefix(self) -> str:
-        """The root of its routes."""
-        ...
-
-
-def room(application: Named, wanted: Listens) -> int:
-    """The port of a Ray Serve that runs in this cluster already and has room for the application; 0: none runs.
+def room(name: str, wanted: HttpOptions) -> int:
+    """The port of a Ray Serve that runs in this cluster already and has room for an application at /; 0: none runs.
 
     Raises ConfigError: Ray Serve would ignore other options in silence, and replace what has the same name.
     """
@@ -85,12 +150,12 @@ def room(application: Named, wanted: Listens) -> int:
     if found is None:
         return 0
     host, port = found["http_options"]["host"], found["http_options"]["port"]
-    if application.name in found["applications"]:
-        raise ConfigError(f"Ray Serve has an application named {application.name} in this cluster already. Choose another name")
-    for name, other in found["applications"].items():
-        if other["route_prefix"] == application.route_prefix:
+    if name in found["applications"]:
+        raise ConfigError(f"Ray Serve has an application named {name} in this cluster already. Choose another name")
+    for served, other in found["applications"].items():
+        if other["route_prefix"] == "/":
             raise ConfigError(
-                f"the application {name} answers at {other['route_prefix']} of this cluster's Ray Serve ({host}:{port}) already. "
+                f"the application {served} answers at {other['route_prefix']} of this cluster's Ray Serve ({host}:{port}) already. "
                 "Use it, or serve in a cluster of its own (without --address)"
             )
     if host != wanted.host or wanted.port not in (0, port):
@@ -155,3 +220,40 @@ def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None
         if state != before:
             print(f"{who}: {state} {application.message.splitlines()[0] if application.message else ''}".rstrip(), flush=True)
         before = state
+
+
+def _endpoint(config: RunConfig, namespace: str, limits: PolicyLimits, key_file: str | None) -> PolicyEndpointSettings:
+    """The endpoint's settings from a run's configuration, with which its tokens are those of the run's episodes."""
+    sampling, episode = config.rollout.sampling, config.environment.episode
+    return PolicyEndpointSettings(
+        run=config.name, namespace=namespace, model=config.model, temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens, min_tokens=sampling.min_tokens, tokens=episode.max_tokens, images=episode.max_images,
+        key_file=key_file, insecure=key_file is None, limits=limits,
+    )  # fmt: skip
+
+
+def _config(namespace: str) -> RunConfig:
+    """The configuration of the run in ``namespace``, from its driver. Raises ConfigError when no driver answers."""
+    names = [name for found, name in _actors() if found == namespace and name.startswith("driver-")]
+    for name in names:
+        with suppress(ValueError, RayError, TimeoutError):
+            driver: Handle[DriverActor] = ray.get_actor(name, namespace=namespace)
+            config: RunConfig = ray.get(submit(driver, DriverActor.about), timeout=ANSWER)
+            return config
+    raise ConfigError(f"no driver of the run in namespace {namespace} answers: it is starting, or has ended")
+
+
+def _named(name: str) -> str:
+    """The namespace of the one live run of this name. Raises ConfigError."""
+    found = sorted({namespace for namespace, actor in _actors() if actor.startswith("driver-")})
+    ours = [namespace for namespace in found if run_of(namespace) == name]
+    if len(ours) == 1:
+        return ours[0]
+    there = ", ".join(filter(None, map(run_of, found))) or "none"
+    many = f"{len(ours)} runs of this name are live: name one by its folder, --run" if ours else "it is not live"
+    raise ConfigError(f"--name {name}: {many}. Live runs of this cluster: {there}")
+
+
+def _actors() -> list[tuple[str, str]]:
+    """Namespace and name of all named actors."""
+    return [(actor["namespace"], actor["name"]) for actor in ray.util.list_named_actors(all_namespaces=True)]

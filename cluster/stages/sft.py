@@ -1,7 +1,7 @@
-"""The supervised stage on Ray Train: each worker of a TorchTrainer runs the plain loop as one rank of the trainer.
+"""The supervised stage on Ray Train: each worker of a TorchTrainer runs the loop as one rank of the trainer.
 
-Ray Train starts the workers, and starts them again from the last checkpoint when one dies. What belongs to the stage, but
-not to the model that it makes, is in ``output``/run: progress.txt, logs, and the checkpoints until the stage has ended.
+Ray Train starts the workers, again from the last checkpoint when one dies. ``output``/run has progress.txt, logs, and the
+checkpoints until the stage has ended.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayTaskError
 
-from rayloop.actors.fates import cause
+from rayloop.actors.failures import cause
 from rayloop.cluster.session import session
 from rayloop.config.settings import local_path
-from rayloop.core.failures import CheckpointError, DataFailure, PolicyLost, Preempted, RayloopError
+from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, RayloopError
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import TrainItem
 from rayloop.core.signals import STOP, StopSignals, handling
@@ -45,7 +45,7 @@ POLL = 0.5
 def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
     """Train and write the model, in the cluster at ``address`` or in a private one whose files are in ``temporary``.
 
-    Goes on from the last checkpoint of a stage that was interrupted. Returns 0; raises RayloopError.
+    Continues from the last checkpoint of an interrupted stage. Returns 0; raises RayloopError.
     """
     folder = local_path(config.output) / RUN
     make_folder(folder / "logs", "output=FOLDER")
@@ -80,7 +80,7 @@ def _follow(running: Any, path: Path, stop: StopSignals) -> None:
 
 
 def _fit(config: SftConfig) -> None:
-    """Run the trainer; in a process of its own, since importing it imports torch. Raises RayloopError."""
+    """Run the trainer, in a process of its own, since it imports torch. Raises RayloopError."""
     import torch
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -123,7 +123,7 @@ def _fit(config: SftConfig) -> None:
 
 
 def run_rank(arguments: dict[str, SftConfig]) -> RayloopError | None:
-    """The function of a Ray Train worker. A RayloopError is returned, not raised: Ray Train would retry a raised one."""
+    """The function of a Ray Train worker. Returns a RayloopError, since Ray Train would retry one that is raised."""
     try:
         Rank(arguments["config"]).run()
     except RayloopError as failure:
@@ -132,7 +132,7 @@ def run_rank(arguments: dict[str, SftConfig]) -> RayloopError | None:
 
 
 class Rank:
-    """One rank: each takes its share of every batch, and rank 0 speaks for all. Its methods are collective."""
+    """One rank: each takes its share of every batch, and rank 0 reports. Its methods are collective."""
 
     def __init__(self, config: SftConfig) -> None:
         grow_segments()
@@ -141,7 +141,9 @@ class Rank:
         context = ray.train.get_context()
         self.config, self.rank, self.world_size = config, context.get_world_rank(), context.get_world_size()
         self.output = local_path(config.output)
-        self.dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, self._quarantine)
+        self.dataset = Dataset(
+            config.data.train, config.data.reader.build(), config.data.strict, lambda row: self._say(f"left out: {row}")
+        )
         self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
         self.examples = Examples(config)
         self.engine = FsdpEngine(
@@ -153,7 +155,7 @@ class Rank:
         self.progress = SftProgress(seconds)
 
     def _settings(self, ranks: int) -> FsdpSettings:
-        """Returns ``engine``; on a CPU with a number of threads: the cores divided by the ``ranks`` on this machine."""
+        """``engine``; on a CPU with threads: the cores divided by the ``ranks`` on this machine."""
         engine, on_gpu = self.config.engine, self.config.placement.num_gpus > 0
         return engine if engine.threads or on_gpu else engine.model_copy(update={"threads": per_process(ranks)})
 
@@ -195,7 +197,7 @@ class Rank:
         return bool(broadcast_from_rank_zero(self.progress.seconds > self.config.seconds))
 
     def _write_model(self, folder: Path) -> None:
-        """The weights as they are now, as a model folder."""
+        """Write the present weights as a model folder."""
         from rayloop.engines.models import save_model
         from rayloop.transports.manifest import DTYPES
 
@@ -216,7 +218,7 @@ class Rank:
             ray.train.report({"step": self.step, **report}, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
     def _restored(self) -> tuple[int, float]:
-        """Steps and seconds that are behind this rank. Raises CheckpointError."""
+        """The steps and seconds done so far. Raises CheckpointError."""
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is None:
             return 0, 0.0
@@ -232,9 +234,6 @@ class Rank:
         self._say(f"goes on after step {state['step']}")
         return state["step"], state["seconds"]
 
-    def _quarantine(self, failure: DataFailure) -> None:
-        self._say(f"left out: {failure}")
-
     def _say(self, line: str) -> None:
         if self.rank == 0:
             with (self.output / RUN / PROGRESS).open("a", encoding="utf-8") as file:
@@ -242,6 +241,6 @@ class Rank:
 
 
 def _identity(config: SftConfig) -> dict[str, Any]:
-    """The settings that must not change between two parts of one stage; micro-batches may, with the machine's memory."""
+    """The settings that must not change when a stage continues; micro-batches may, with the machine's memory."""
     others = ("workers", "placement", "max_failures", "start_timeout", "log_every")
     return config.model_dump(mode="json", exclude={**dict.fromkeys(others, True), "engine": {"micro_batch_tokens"}})

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import count
 from typing import Any
@@ -20,14 +20,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayloop.actors.fates import is_lost, typed
+from rayloop.actors.failures import brief, is_lost, typed
 from rayloop.actors.handles import Handle, create, submit
-from rayloop.actors.lost import brief
 from rayloop.cluster.driver_actor import DriverActor
-from rayloop.cluster.roles.services import actor_name
+from rayloop.cluster.services import actor_name
 from rayloop.cluster.session import session
 from rayloop.cluster.stages.evaluate import config_hash
-from rayloop.cluster.stages.head_watch import HeadGone, HeadWatch, watched
+from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen, WorkerLost
@@ -35,7 +34,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling
 from rayloop.estimate.memory import with_micro_batch
 from rayloop.estimate.shape import read_shape
-from rayloop.launch.budget import Budget
+from rayloop.launch.restarts import Budget
 from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
@@ -55,7 +54,7 @@ CONCURRENCY = 10_000
 
 
 ANSWER, SILENT = 30.0, 10.0
-"""Seconds in which a driver answers first, and last, and those after which one that does not answer in between is reported."""
+"""Seconds for the driver's first and last answer, and those after which one that does not answer in between is reported."""
 
 
 class DriverLost(RayloopError):
@@ -77,14 +76,15 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _while_idle(lambda: origin.stopped(folder.last_step)) as check,
         folder.acquired(config.checkpoint.resume),
         _shown(config, folder, address) as progress,
-        _told(folder, origin),
+        _recorded(folder, origin),
     ):
         hashes = _fitting(config, folder, origin)
         names = namespace(folder.path)
         room = store(config, read_shape(config.model.path, config.model.revision).parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
-        with started, _findable(folder, names):
-            folder.events.append(events.Start(config_hash(config), _software()))
+        with started, findable(folder.cluster, ray.get_runtime_context().gcs_address, names):
+            packages = {name: version(name) for name in ("torch", "transformers", "ray")}
+            folder.events.append(events.Start(config_hash(config), {"python": platform.python_version(), **packages}))
             folder.events.close()  # the driver goes on writing it
             with watched(progress.note) as head:
                 result = _run(config, folder, origin, hashes, progress, check, head)
@@ -94,9 +94,8 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
 
 
 @contextmanager
-def _told(folder: RunFolder, origin: Origin) -> Iterator[None]:
-    """Whatever ends the run is typed, and an event; what the driver raised it has told itself, and a start that is refused because
-    of its checkpoint writes nothing."""
+def _recorded(folder: RunFolder, origin: Origin) -> Iterator[None]:
+    """Make what ends the run a RayloopError and an event, unless the driver recorded it, or its checkpoint refused the start."""
     try:
         yield
     except Exception as error:
@@ -120,11 +119,6 @@ def _emit(folder: RunFolder, end: RayloopError, trace: str = "") -> None:
             folder.events.append(failure(end, Ledger().counts(), trace))
 
 
-def _findable(folder: RunFolder, names: str) -> AbstractContextManager[None]:
-    """For `policy serve`: where this run's cluster is."""
-    return findable(folder.cluster, ray.get_runtime_context().gcs_address, names)
-
-
 def _fitting(config: RunConfig, folder: RunFolder, origin: Origin) -> dict[str, str]:
     """The run's hashes. Raises ResumeRefused, with nothing written, when the checkpoint to continue from is another run's."""
     hashes = identity(config)
@@ -137,18 +131,13 @@ def _fitting(config: RunConfig, folder: RunFolder, origin: Origin) -> dict[str, 
 
 @contextmanager
 def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterator[Progress]:
-    """The console of a run; it says where the run is kept before Ray starts, which takes a while."""
+    """The console of a run; it shows the run folder before Ray starts, which takes a while."""
     sampling = config.rollout.sampling
     held_out = sampling.sampling(greedy=config.evaluation.greedy)
     with Progress(config.steps, sampled(sampling.temperature), sampled(held_out.temperature)) as progress:
         progress.note(f"run folder {folder.path}")
         progress.note(f"joining Ray at {address}" if address else "starting Ray on this machine")
         yield progress
-
-
-def _software() -> dict[str, str]:
-    packages = {name: version(name) for name in ("torch", "transformers", "ray")}
-    return {"python": platform.python_version(), **packages}
 
 
 def _run(
@@ -162,8 +151,7 @@ def _run(
 ) -> dict[str, Any]:
     """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
 
-    ``check`` raises how the run ends (``Origin.stopped``) when a SIGTERM came while there was no driver to save. With the cluster's
-    head everything is lost: raises HeadGone then, with the step that a resume starts from.
+    ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises HeadGone when the cluster is lost.
     """
     path = str(folder.path.resolve())
     budget = Budget(config.recovery.driver_restarts)
@@ -198,7 +186,7 @@ def _run(
                     f"the driver actor died {restarts + 1} times; a sixth of recovery.replacements allows {budget.per_hour} an hour"
                 ) from error
         finally:
-            if not head.gone:  # it is who kills
+            if not head.gone:  # the head ends actors
                 ray.kill(driver)
         folder.lock.renew()
         time.sleep(wait)
@@ -207,7 +195,7 @@ def _run(
 
 
 def _without_head(error: HeadGone, until: Callable[[], float], origin: Origin) -> RayloopError:
-    """How a run ends that lost its head: by that, or by the stop that was asked for and could not be saved."""
+    """The end of a run that lost its head: that error, or NotSaved after a stop was asked for."""
     if until() < math.inf:
         return NotSaved(f"{error}; {origin.again()}")
     error.add_note(origin.again())
@@ -225,9 +213,9 @@ def _follow(
     """Show what the driver reports until it ends. Returns its result; raises what it raised.
 
     Raises RunTaken when another process has taken the run, HeadGone, WorkerLost when the driver does not answer for ``silence``
-    seconds, NotSaved when the time ``until`` which it must have ended (``time.monotonic``) is over.
+    seconds, NotSaved when it has not ended at the time ``until`` (``time.monotonic``).
     """
-    running, seen, heard, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER
+    running, seen, answered, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER
     while True:
         folder.lock.check()
         head.check()
@@ -235,21 +223,21 @@ def _follow(
         patience = ANSWER if ended else max(POLL, min(SILENT, until() - time.monotonic()))
         try:
             seen, updates, doing = ray.get(submit(driver, DriverActor.updates, seen), timeout=patience)
-            heard, due = time.monotonic(), SILENT
+            answered, due = time.monotonic(), SILENT
         except GetTimeoutError:
             updates, doing = [], "waiting for the driver"
-            if (silent := time.monotonic() - heard) > silence:
+            if (silent := time.monotonic() - answered) > silence:
                 raise WorkerLost(f"the driver has not answered for {silent:.0f} s") from None
             if silent > due:
                 event = incidents.DriverSilent(round(silent, 1), left=round(silence - silent, 1))
                 progress.note(describe(event.record()))
                 write = threading.Thread(target=folder.events.beside, args=(event,), daemon=True)
-                write.start()  # storage that hangs may be why the driver is silent, and must not hold up this process too
+                write.start()  # storage that hangs must not hold up this process too
                 due = 2 * silent
         except RayError as error:
             if not is_lost(error):
                 raise
-            updates, doing = [], ""  # ``running`` will tell
+            updates, doing = [], ""  # ``running`` raises it
         if not ended and time.monotonic() > until():
             raise NotSaved(
                 "the run was not saved within preemption.grace. Raise it (and what the scheduler allows) above the time of a step "
@@ -258,7 +246,7 @@ def _follow(
         for kind, record in updates:
             if kind == "step":
                 progress.step(record)
-            elif record["event"] != "failed":  # it is raised below, and then told in full
+            elif record["event"] != "failed":  # it is raised below
                 progress.note(describe(record))
         progress.doing(doing)
         if ended:
@@ -270,14 +258,14 @@ def _follow(
 def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], None]]:
     """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process.
 
-    Gives a function that raises what ``stopped`` returns when a SIGTERM has come: an exception raised by a signal handler
-    (this one, or that of ray.init) is lost when it hits a callback of the interpreter, but the wakeup pipe sees every signal.
+    Yields a function that raises ``stopped()`` when a SIGTERM has come: an exception of a signal handler is lost when it hits a
+    callback of the interpreter, but the wakeup pipe gets every signal.
     """
-    seen, told = socket.socketpair()
-    with seen, told, handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
+    seen, written = socket.socketpair()
+    with seen, written, handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
         seen.setblocking(False)
-        told.setblocking(False)
-        signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+        written.setblocking(False)
+        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
 
         def check() -> None:
             with suppress(BlockingIOError):
@@ -298,7 +286,7 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
 def _stop_on_signal(driver: Handle[DriverActor], progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
     """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once.
 
-    Gives a function that tells until when (``time.monotonic``) the driver must have ended: ``grace`` seconds after a signal.
+    Yields a function that returns the time (``time.monotonic``) at which the driver must have ended: ``grace`` s after a signal.
     """
     until = math.inf
 

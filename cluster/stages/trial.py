@@ -1,7 +1,6 @@
-"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and what the reward says about each.
+"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and the reward of each.
 
-No Ray cluster is started. What runs are the parts of a run, in this process: the reader, the renderer, the episode loop, and
-the classes of the rollout and the reward actor.
+No Ray cluster is started. The reader, the renderer, the episode loop and the rollout and reward classes run in this process.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -40,8 +39,8 @@ from rayloop.data.dataset import TRUTHS, Dataset
 from rayloop.data.validation import unusable_images
 from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
 from rayloop.envs.episode import CLOSE_TIMEOUT, play
-from rayloop.envs.kinds import Environments
-from rayloop.rollout.group_rollout import requests
+from rayloop.envs.instance import Environments
+from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import FORGETS, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
@@ -52,11 +51,10 @@ SHOWN_FAILURES = 3
 SHOWN = 500
 """Characters of a ground truth."""
 Write = Callable[[str], None]
-Made = TypeVar("Made")
 
 
 def try_row(config: RunConfig, row: int | None, write: Write = print) -> int:
-    """Play row ``row`` of ``data.train`` (counted from 1, as messages name rows; None: the first usable one) and ``tell`` about it.
+    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``write`` what happens.
 
     Returns 0 when both answers have a reward, else 1. Raises RayloopError, as a run would before its first step.
     """
@@ -68,7 +66,7 @@ def try_row(config: RunConfig, row: int | None, write: Write = print) -> int:
 
 
 def _escaping(write: Write) -> Write:
-    """Rows and answers are whatever they are: none of them may steer the terminal."""
+    """Neither rows nor answers may steer the terminal."""
     return lambda text: write(visible(text))
 
 
@@ -90,7 +88,7 @@ def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, 
 
 
 def _first_intact(dataset: Dataset, write: Write) -> Task:
-    """The first task whose images can be shown; those before it are told. Raises ConfigError when there is none."""
+    """The first task whose images can be shown. Raises ConfigError when there is none."""
     first: DataFailure | None = None
     for number, task in enumerate(dataset):
         failure = next(unusable_images(task, dataset.where(task)), None)
@@ -108,11 +106,10 @@ def local_engine(config: RunConfig) -> EngineChoice:
     return TransformersEngineSettings(dtype=engine.dtype) if engine.starts_slowly else engine
 
 
-class _TellingRenderer(Renderer):
-    """Notices when the chat template shows none of the tools that it is given."""
+class _CheckingRenderer(Renderer):
+    """Records in ``unshown`` the names of tools when the chat template shows none of them."""
 
     unshown: tuple[str, ...] = ()
-    """The names of these tools."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
         rendered = super().prompt(messages, tools)
@@ -122,27 +119,28 @@ class _TellingRenderer(Renderer):
 
 
 class _Trial:
-    """One task: its episodes, and what is told about them."""
+    """The episodes of one task, and the report about them."""
 
     def __init__(self, config: RunConfig, folder: str, write: Write) -> None:
         self.config, self.folder, self.write = config, folder, write
         self.episode = config.environment.episode
         self.environments = Environments(self.episode.environment, config.environment.kinds)
-        self.renderer = _TellingRenderer(config.model)
+        self.renderer = _CheckingRenderer(config.model)
         self.seen: TokenPrompt | None = None
-        self.told: set[str] = set()
+        self.written: set[str] = set()
 
     async def run(self, task: Task) -> int:
-        """Reward and environment are made before the model is loaded: they are what a newcomer wrote."""
+        """Play and report. Reward and environment are made before the model is loaded, since the user wrote them."""
         reward = self.config.reward
-        self.reward = _made(reward.source.use, lambda: RewardActor(self.config.model, reward))
+        with _making(reward.source.use):
+            self.reward = RewardActor(self.config.model, reward)
         await self._made_once(task)
         self.engine = await self._engine()
         asked = requests(self.config, task, [TrajectoryId(1, sample) for sample in range(ANSWERS)], visit=1)
         played = await asyncio.gather(*map(self._play, asked), return_exceptions=True)
         if self.seen is not None:
-            self._tell_prompt(self.seen)
-            self._tell_truth(task)
+            self._write_prompt(self.seen)
+            self._write_truth(task)
         outcomes = await self._outcomes([one for one in played if isinstance(one, Trajectory)], task)
         scored = [self._answered(number, one, outcomes) for number, one in enumerate(played, start=1)]
         self.write(f"\n{sum(scored)} of {ANSWERS} answers have a reward" + ("" if all(scored) else "; fix that before you train"))
@@ -165,18 +163,14 @@ class _Trial:
         """Raises WorkerStartFailed with the traceback when the task's environment cannot be made."""
         environment = self.environments.of(task)
         try:
-            await environment.make(self.episode.reset_timeout)
-        except (RayloopError, ValidationError):
-            raise
-        except Exception as error:
-            raise WorkerStartFailed(f"{environment.name} could not be made:\n{own_frames(error)}") from error
+            with _making(environment.name):
+                await environment.make(self.episode.reset_timeout)
         finally:
             try:
                 await environment.close(CLOSE_TIMEOUT)
             except Exception as error:
                 raise WorkerStartFailed(
-                    f"{environment.name}: close() raised when no reset had come before it, as it does for an environment that is "
-                    f"made and not played:\n{own_frames(error)}"
+                    f"{environment.name}: close() raised on an environment that was made and not reset:\n{own_frames(error)}"
                 ) from error
 
     async def _play(self, request: RolloutRequest) -> Trajectory:
@@ -186,12 +180,12 @@ class _Trial:
             return await play(request, environment, self.renderer, self.episode, self._generate)
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """What a rollout actor's engine is asked; the first prompt is kept."""
+        """Generate with the engine; the first prompt is kept."""
         self.seen = self.seen or prompt
         async with asyncio.timeout(self.config.environment.episode_timeout):
             return await self.engine.engine.generate(prompt, sampling)
 
-    def _tell_prompt(self, prompt: TokenPrompt) -> None:
+    def _write_prompt(self, prompt: TokenPrompt) -> None:
         size, limit = len(prompt.token_ids), self.episode.max_prompt_tokens
         self.write(f"\nwhat the model sees: {size} tokens (max_prompt_tokens: {limit})")
         self.write(_indented(self.renderer.shown(prompt.token_ids)))
@@ -204,7 +198,7 @@ class _Trial:
                 f"grid (t, h, w) {image.grid}, {image.tokens} tokens"
             )
 
-    def _tell_truth(self, task: Task) -> None:
+    def _write_truth(self, task: Task) -> None:
         if task.ground_truth is None:
             self.write(
                 "truth: NONE. The reader found no answer in this row, so a reward that compares with it cannot work. "
@@ -216,16 +210,16 @@ class _Trial:
         self.write(f"truth: {textwrap.shorten(text, SHOWN, placeholder=' ...')}")
 
     async def _outcomes(self, played: Sequence[Trajectory], task: Task) -> dict[TrajectoryId, Outcome]:
-        """What the reward says about the answers: one by one, or (``reward.per: group``) about what was played of the two."""
+        """The rewards of the answers: one by one, or together with ``reward.per: group``."""
         with _silent("rayloop.actors.reward"):
             outcomes = await self.reward.score(task, 0, *played)
         return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
 
     def _answered(self, number: int, played: Trajectory | BaseException, outcomes: Mapping[TrajectoryId, Outcome]) -> bool:
-        """Tell about one answer. False when it has no reward."""
+        """Write one answer. Returns whether it has a reward."""
         if isinstance(played, BaseException):
             self.write(f"\nanswer {number} could not be played")
-            self._tell_error(played)
+            self._write_error(played)
             return False
         sampled = sum(len(turn.token_ids) for turn in played.sampled_turns)
         limit = played.sampling.max_tokens
@@ -238,23 +232,25 @@ class _Trial:
         outcome = outcomes[played.id]
         self.write(_worded(outcome))
         if outcome.trace:
-            self._emit_once(outcome.trace)
+            self._write_once(outcome.trace)
         return isinstance(outcome, Scored) and not outcome.trace
 
-    def _tell_error(self, error: BaseException) -> None:
-        """The message of what was raised on purpose; the traceback of what a person's own code raised."""
+    def _write_error(self, error: BaseException) -> None:
+        """Write the message of a RayloopError, or the traceback of the user's own code."""
         own = error.__cause__ if isinstance(error, EnvironmentFailed) else error
-        said = own is None or isinstance(own, RayloopError)
-        self._emit_once(f"{type(error).__name__}: {error}" if said else own_frames(own or error))
+        deliberate = own is None or isinstance(own, RayloopError)
+        self._write_once(f"{type(error).__name__}: {error}" if deliberate else own_frames(own or error))
 
-    def _emit_once(self, text: str) -> None:
-        self.write(_indented(text if text not in self.told else "the same"))
-        self.told.add(text)
+    def _write_once(self, text: str) -> None:
+        self.write(_indented(text if text not in self.written else "the same"))
+        self.written.add(text)
 
 
-def _made(use: str, make: Callable[[], Made]) -> Made:
+@contextmanager
+def _making(use: str) -> Iterator[None]:
+    """Raises WorkerStartFailed with the traceback of the user's own code."""
     try:
-        return make()
+        yield
     except (RayloopError, ValidationError):
         raise
     except Exception as error:
@@ -263,7 +259,7 @@ def _made(use: str, make: Callable[[], Made]) -> Made:
 
 @contextmanager
 def _silent(name: str) -> Iterator[None]:
-    """Without what the logger ``name`` would print: it is told here in another way."""
+    """Disable the logger ``name``, whose messages are written here in another way."""
     logger = logging.getLogger(name)
     before, logger.disabled = logger.disabled, True
     try:

@@ -1,7 +1,8 @@
-"""Plays and scores the episodes of a group on the pools, whatever dies meanwhile. Training, evaluation and probes share it.
+"""Plays and scores the episodes of a group on the pools until each is over. Training, evaluation and probes share it.
 
 The first attempt of a group is one call (of at most ``environment.episodes_at_once``). An episode that it left without a result is
-played again by itself: so one that ends its actor takes the others of its group with it once, and no more."""
+played again alone, so one that ends its actor takes the others of its group with it only once.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +14,14 @@ from typing import Any, TypeVar
 
 from rayloop.actors.handles import Handle
 from rayloop.actors.lease import Lease, LeasesEngines
-from rayloop.cluster.supervision.calls import Attempted, Avoid, Played, RolloutCalls
-from rayloop.cluster.supervision.pools import Pools
-from rayloop.cluster.supervision.quarantine import Blame
-from rayloop.cluster.supervision.scoring import RewardCalls
+from rayloop.cluster.supervision.calls import Attempted, Avoid, Played, Pools, RewardCalls, RolloutCalls
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core import incidents
 from rayloop.core.events import Emit
 from rayloop.core.failures import Cause, Failure, Scope
 from rayloop.core.groups import Member, Unscored
 from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, Version
-from rayloop.rollout.concurrency import ConcurrencyLimit
+from rayloop.rollout.scheduler import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 
 T = TypeVar("T")
@@ -30,9 +29,7 @@ Begins = Callable[[RolloutRequest], None]
 BadData = Callable[[Task, str, str], None]
 """Gets a task, the file at fault and the reason."""
 SPARED = 10
-"""Times that an episode is played again because its actor was ended on account of another one, before it is given up."""
-
-
+"""Attempts of an episode that are not charged to it, because its actor was ended on account of another one."""
 NEVER = Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why="never played")
 
 
@@ -50,10 +47,6 @@ class _Episode:
     avoid: Avoid = field(default_factory=Avoid)
     doubted: list[tuple[Lease[Any], Failure]] = field(default_factory=list)
 
-    def next(self) -> RolloutRequest:
-        """The request of the next attempt, with the same sample index and seed."""
-        return dataclasses.replace(self.request, attempt=self.attempt)
-
     def no_summary(self) -> Summary:
         """The summary of an episode that was not played."""
         nothing, task = Version(0, 0), self.request.task
@@ -65,7 +58,10 @@ class _Episode:
 
 
 class EpisodeRunner:
-    """``play`` always returns members: scored, or unscored with the reason. It raises only what must end the run."""
+    """``play`` always returns members: scored, or unscored with the reason. It raises only what must end the run.
+
+    ``playing``: episodes given to ``play`` that are not over. ``evaluation``: answers played and asked for, during an evaluation.
+    """
 
     def __init__(
         self,
@@ -74,37 +70,32 @@ class EpisodeRunner:
         driver: Handle[LeasesEngines],
         emit: Emit,
         on_bad_data: BadData | None = None,
-        blame: Blame | None = None,
+        history: FailureHistory | None = None,
     ) -> None:
         self.config, self.services = config, services
-        self.reissued = 0
-        self.playing = 0
-        """Episodes that ``play`` was asked for and has not given back."""
+        self.reissued = self.playing = 0
         self.evaluation: tuple[int, int] | None = None
-        """Answers there and asked for, during an evaluation."""
         self.admission = ConcurrencyLimit()
         self._emit, self._bad_data = emit, on_bad_data or self.emit_bad_data
-        self.blame = blame or Blame(config.environment)
-        self.calls = RolloutCalls(services, driver, config.environment.episode_timeout, self.blame)
+        self.history = history or FailureHistory(config.environment)
+        self.calls = RolloutCalls(services, driver, config.environment.episode_timeout, self.history)
         self.rewards = RewardCalls(config.reward, services, emit)
 
     def metrics(self) -> dict[str, float]:
-        """Episodes played again so far, and what the engines have to do."""
+        """Episodes played again so far, and the load of the engines."""
         return {"rollout/reissued": float(self.reissued), **self.admission.metrics}
 
     def emit_bad_data(self, task: Task, path: str, reason: str) -> None:
-        """An event, for tasks that nobody trains on: their ids say nothing about tasks of the training file."""
+        """Emit an event, for tasks that are not trained on: their ids mean other tasks than those of the training file."""
         self._emit(incidents.BadData(task.id, path, why=reason))
 
     async def play(
         self, asked: Sequence[RolloutRequest], step: int, begins: Begins = lambda request: None, bad_data: BadData | None = None
     ) -> list[Member]:
-        """Play and score episodes of one group, which have one task. ``step`` is the one that they are meant for; ``begins`` is
-        called at each attempt, when the episode is let into the engines: no token of it was sampled before; ``bad_data`` instead
-        of ``on_bad_data``.
+        """Play and score episodes of one task for training step ``step``.
 
-        What one call played is scored at once; with ``reward.per: group`` all, when the last has ended. Episodes that could not be
-        played have no part in it.
+        ``begins`` is called at each attempt, before any token of it is sampled; ``bad_data`` replaces ``on_bad_data``. The episodes
+        of one call are scored at once, or all of them together at the end (``reward.per: group``), without those not played.
         """
         parts = [asked] if self.config.reward.per == "group" else self._parts(asked)
         members = await asyncio.gather(*(self._play(part, step, begins, bad_data) for part in parts))
@@ -126,24 +117,24 @@ class EpisodeRunner:
             self.playing -= len(asked)
 
     def _parts(self, episodes: Sequence[T]) -> list[Sequence[T]]:
-        """Those that one call plays, each."""
+        """The episodes of each call."""
         size = self.config.environment.episodes_at_once or len(episodes)
         return [episodes[begin : begin + size] for begin in range(0, len(episodes), size)]
 
     # Attempts ------------------------------------------------------------------------------------------------------
 
     async def episodes(self, asked: Sequence[RolloutRequest]) -> list[Failure | Played]:
-        """What becomes of episodes of one group that nobody scores."""
+        """The results of episodes of one group, which are not scored."""
         return [episode.played or episode.failure for episode in await self._until_over(asked, lambda request: None, None)]
 
     async def _until_over(self, asked: Sequence[RolloutRequest], begins: Begins, bad_data: BadData | None) -> list[_Episode]:
-        """Play episodes of one group, if need be again elsewhere while infrastructure fails."""
+        """Play episodes of one group, again elsewhere while infrastructure fails."""
         episodes = [_Episode(request) for request in asked]
 
         async def together(part: Sequence[_Episode]) -> None:
             lost = await self._attempt(part, begins, bad_data)
             left = [episode for episode in part if not episode.over]
-            if lost:  # one of them may have ended their actor: it shall not do that to the others again
+            if lost:  # one of them may have ended their actor, and must not take the others with it again
                 for episode in left:
                     await alone(episode)
             else:
@@ -158,7 +149,7 @@ class EpisodeRunner:
 
     async def _attempt(self, episodes: Sequence[_Episode], begins: Begins, bad_data: BadData | None) -> bool:
         """Play these once more, in one call. Returns whether they were lost with their actor."""
-        if hangs := self.blame.hangs(episodes[0].request.id.group):
+        if hangs := self.history.hangs(episodes[0].request.id.group):
             for episode in episodes:
                 episode.failure, episode.over = Failure(Cause.HUNG, Scope.EPISODE, retryable=False, why=hangs), True
             return False
@@ -166,7 +157,8 @@ class EpisodeRunner:
         async with self.admission.room(len(episodes)):
             for episode in episodes:
                 begins(episode.request)
-            answer = await self.calls.play([episode.next() for episode in episodes], episodes[0].avoid)
+            requests = [dataclasses.replace(episode.request, attempt=episode.attempt) for episode in episodes]
+            answer = await self.calls.play(requests, episodes[0].avoid)
         for episode, result in zip(episodes, answer.results, strict=True):
             episode.attempt += 1
             if isinstance(result, Failure):
@@ -181,8 +173,8 @@ class EpisodeRunner:
         """Decide whether an episode is played again. Its attempts are limited by ``environment.attempts``.
 
         An attempt is not charged when the actor was ended because of another episode, or may have been ended by another episode
-        of the same call (``shared``). The same bug on a second actor is not tried a third time. Data is bad when two actors say
-        so, on two nodes if there are; what one alone says is held against that actor when another one plays the task.
+        of the same call (``shared``). The same bug on a second actor is not tried a third time. Data is bad when two actors report
+        it, on two nodes if there are; the report of one alone counts against that actor when another one plays the task.
         """
         before, episode.failure = episode.failure, failure
         if bad := failure.cause is Cause.BAD_DATA:
@@ -206,7 +198,7 @@ class EpisodeRunner:
         )
 
     def _confirmed(self, doubted: Sequence[tuple[Lease[Any], Failure]]) -> bool:
-        """Whether as many actors found the data bad as can be asked, up to two; on two nodes, where those roles are on several."""
+        """Whether two actors found the data bad, on two nodes if there are; one, in a pool of one."""
         services = self.services
         pools = {own: services.environment if own else services.rollout for own in {f.of_actor for _, f in doubted}}
         if len({node for pool in pools.values() for node in pool.homes}) > 1:
@@ -215,7 +207,7 @@ class EpisodeRunner:
         return len(by) >= min(2, pools[doubted[-1][1].of_actor].size)
 
     def _refuted(self, episode: _Episode) -> None:
-        """Another actor played a task whose data these found bad. Engines have their misses in the pool."""
+        """Another actor played a task whose data these found bad. The pool counts the misses of engines."""
         for lease, failure in episode.doubted:
             if failure.of_actor:
                 self.calls.environment_failed(episode.request, lease, failure)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rayloop.core.failures import RolesExhausted
-from rayloop.launch.budget import HOUR, Budget
+from rayloop.launch.restarts import HOUR, Budget
 from rayloop.run.lifetime import RecoverySettings
 
 LOOK = 1.0
@@ -20,12 +20,12 @@ def now() -> float:
 
 
 class ReplacementBudget:
-    """The ``size`` slots of a role: which have no actor, which are about to get one, and what that may still cost."""
+    """The ``size`` slots of a role: those without an actor, those about to get one, and the budget of each. ``why``: the last loss,
+    or the last start that failed."""
 
     def __init__(self, role: str, size: int, settings: RecoverySettings) -> None:
         self.role, self.size, self.settings = role, size, settings
         self.why = ""
-        """The last loss, or the last start that failed."""
         self._least = min(size, settings.minimum)
         self._budgets = [Budget(settings.replacements) for _ in range(size)]
         self._missing: set[int] = set()
@@ -33,21 +33,21 @@ class ReplacementBudget:
         self._trying: dict[int, float] = {}
 
     def lost(self, slot: int, why: object) -> None:
-        """The slot has no actor any more."""
+        """The slot has lost its actor."""
         self.why = str(why)
         self._missing.add(slot)
         if self.size - len(self._missing) < self._least and self._short is None:
             self._short = now()
 
     def served(self, slot: int) -> None:
-        """It has one."""
+        """The slot has an actor."""
         self._missing.discard(slot)
         if self.size - len(self._missing) >= self._least:
             self._short = None
 
     @contextmanager
     def trying(self, slot: int) -> Iterator[None]:
-        """While the block lasts the slot may get an actor: the role is not given up, if it began in time."""
+        """The slot may get an actor while the block lasts: the role is not given up, if the block began in time."""
         self._trying[slot] = now()
         try:
             yield
@@ -70,8 +70,7 @@ class ReplacementBudget:
             await asyncio.sleep(min(wait, max(left, LOOK)))
 
     def _hopeless(self) -> bool:
-        """Whether the role is below its minimum, and no start that is under way or affordable can change that in time. A start that
-        began in time may take its own."""
+        """Whether the role is below its minimum, and no start that is under way or affordable can change that in time."""
         if self._short is None:
             return False
         limit = self._short + self.settings.start_timeout

@@ -1,39 +1,54 @@
-"""One call of an environment actor, which plays episodes of a group: on which actor and engine, how long, and what came of each.
+"""Calls that play or score episodes: on which actor and engine, for how long, and the result of each episode.
 
-A call that fails as a whole becomes a ``Failure`` of each of its episodes. What is done about it is decided in attempts.py.
+A call that fails as a whole becomes a ``Failure`` of each of its episodes. attempts.py decides what is done about it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import ray
 
 from rayloop.actors.environment import EnvironmentActor
-from rayloop.actors.fates import is_lost
-from rayloop.actors.handles import Handle, submit_split
+from rayloop.actors.failures import brief, is_lost, is_spent, object_lost
+from rayloop.actors.handles import Handle, resolved, submit_split
 from rayloop.actors.lease import Lease, LeasesEngines
-from rayloop.actors.lost import brief, is_spent
+from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.supervision.pools import Pools
-from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.history import FailureHistory
+from rayloop.cluster.supervision.pool import ATTEMPTS, Pool
+from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
+from rayloop.core.events import Emit
 from rayloop.core.failures import Cause, Failure, Scope, WorkerLost
-from rayloop.core.types import Ref, RolloutRequest, Summary, Trajectory
+from rayloop.core.groups import Group, Outcome, Unscored, UnscoredKind
+from rayloop.core.types import Ref, RolloutRequest, Summary, Task, Trajectory
 from rayloop.envs.episode import CLOSE_TIMEOUT
+from rayloop.rewards.settings import RewardSettings
+from rayloop.run.folder import RolloutRecord
 
 Played = tuple[Summary, Ref[Trajectory]]
 """An episode that was played, and its payload, which the driver owns and does not open."""
 MARGIN = CLOSE_TIMEOUT + 30.0
-"""Seconds that a call may take beyond ``environment.episode_timeout``, at which its actor ends what is not over by itself."""
+"""Seconds that a call may take beyond ``environment.episode_timeout``, at which its actor ends every episode itself."""
+
+
+class Pools(Protocol):
+    """The pools that play and score (cluster/services.py)."""
+
+    environment: Pool[EnvironmentActor]
+    rollout: Pool[RolloutActor]
+    reward: Pool[RewardActor]
 
 
 @dataclass
 class Avoid:
-    """Slots on which an episode failed already: it is played on other nodes, or at least in other slots."""
+    """Slots on which an episode failed: it is played on other nodes, or at least in other slots."""
 
     environments: set[int] = field(default_factory=set)
     engines: set[int] = field(default_factory=set)
@@ -41,7 +56,7 @@ class Avoid:
 
 @dataclass(frozen=True)
 class Attempted:
-    """Where episodes were played, and what became of each. ``lost``: their actor ended, and one of them may be the reason."""
+    """Where episodes were played, and the result of each. ``lost``: their actor ended, and one of them may be the reason."""
 
     environment: Lease[EnvironmentActor]
     engine: Lease[RolloutActor]
@@ -52,12 +67,12 @@ class Attempted:
 class RolloutCalls:
     """Leases count episodes, in both pools, until their call has ended. ``timeout``: seconds for an episode."""
 
-    def __init__(self, services: Pools, driver: Handle[LeasesEngines], timeout: float, blame: Blame) -> None:
-        self._services, self._driver, self._timeout, self._blame = services, driver, timeout, blame
+    def __init__(self, services: Pools, driver: Handle[LeasesEngines], timeout: float, history: FailureHistory) -> None:
+        self._services, self._driver, self._timeout, self._history = services, driver, timeout, history
         self._engines: dict[str, int] = {}
 
     async def play(self, requests: Sequence[RolloutRequest], avoid: Avoid) -> Attempted:
-        """Play episodes of a group, on an environment actor and an engine that are not to be avoided if there are others."""
+        """Play episodes of a group, if possible on an environment actor and an engine that are not in ``avoid``."""
         environments, rollout = self._services.environment, self._services.rollout
         group, count = requests[0].id.group, len(requests)
         lease = await environments.lease(avoid=avoid.environments, count=count)
@@ -67,7 +82,7 @@ class RolloutCalls:
             environments.release(lease.worker, count=count)
             raise
         self._engines.update((_key(request), engine.worker) for request in requests)
-        self._blame.begins(group, lease.worker)
+        self._history.begins(group, lease.worker)
         answer, *payloads = submit_split(lease.handle, 1 + count, EnvironmentActor.play, requests, engine, self._driver)
         heads: Sequence[Summary | Failure] = ()
         try:
@@ -83,13 +98,12 @@ class RolloutCalls:
             return Attempted(lease, engine, [failure] * count, lost=failure.of_actor)
         finally:
             self._release(requests, lease, heads)
-        self._assign_blame(requests, lease, heads)
+        self._record(requests, lease, heads)
         results = zip(heads, cast(Sequence[Ref[Trajectory]], payloads), strict=True)  # what was played has a payload
         return Attempted(lease, engine, [one if isinstance(one, Failure) else (one, ref) for one, ref in results])
 
     def _release(self, requests: Sequence[RolloutRequest], lease: Lease[Any], heads: Sequence[Summary | Failure]) -> None:
-        """A call that went well in part went well for its environment actor: one that cannot play plays nothing. Engines answer for
-        each episode."""
+        """A call that went well in part went well for its environment actor. Its engine is judged by each episode."""
         wells = [_went_well(one) for one in heads] or [(None, None)] * len(requests)
         actors = {well for well, _ in wells}
         well = True if True in actors else False if False in actors else None
@@ -97,18 +111,18 @@ class RolloutCalls:
         for request, (_, served) in sorted(zip(requests, wells, strict=True), key=lambda pair: pair[1][1] is True):
             self._services.rollout.release(self._engines.pop(_key(request)), str(request.id.group), served)
 
-    def _assign_blame(self, requests: Sequence[RolloutRequest], lease: Lease[Any], heads: Sequence[Summary | Failure]) -> None:
-        """Failures first: an actor on which some of a group went well is not sick. Bad data is not held against an actor before
-        another one plays the task."""
+    def _record(self, requests: Sequence[RolloutRequest], lease: Lease[Any], heads: Sequence[Summary | Failure]) -> None:
+        """Failures first: an actor on which some of a group went well is not sick. Bad data counts against an actor only when
+        another one has played the task."""
         for request, one in zip(requests, heads, strict=True):
             if isinstance(one, Failure) and one.of_actor and one.cause is not Cause.BAD_DATA:
                 self.environment_failed(request, lease, one)
         for one in heads:
             if not isinstance(one, Failure):
-                self._blame.succeeded(lease.worker)
+                self._history.succeeded(lease.worker)
 
     def _lost(self, request: RolloutRequest, lease: Lease[Any], error: Exception) -> Failure:
-        """The episodes' actor is gone: one of them is the reason, unless it was ended because of another call."""
+        """The failure of episodes whose actor is gone: because of one of them, or of another call (``Scope.BYSTANDER``)."""
         pool, why = self._services.environment, f"the environment actor was lost: {brief(error)}"
         if is_spent(error):
             pool.retire(lease.worker, brief(error))
@@ -123,7 +137,7 @@ class RolloutCalls:
     def environment_failed(self, request: RolloutRequest, lease: Lease[Any], failure: Failure) -> None:
         """Replace the actor when its process holds a call that hangs, or when the failure is the actor's own."""
         pool = self._services.environment
-        sick = self._blame.failed(request.id.group, request.task.id, lease.worker, pool.place(lease), failure)
+        sick = self._history.failed(request.id.group, request.task.id, lease.worker, pool.place(lease), failure)
         if failure.scope is Scope.PROCESS or sick:
             pool.retire(lease.worker, sick or failure.why, charged=bool(sick))
 
@@ -140,6 +154,58 @@ class RolloutCalls:
         return lease
 
 
+class RewardCalls:
+    """One call scores what was played together. A lost actor, a lost payload or a deadline is never a number."""
+
+    def __init__(self, settings: RewardSettings, services: Pools, emit: Emit) -> None:
+        self._settings, self._services, self._emit = settings, services, emit
+
+    async def score(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
+        """One outcome per payload. What an actor left unscored because something failed around it (a full disk) is scored once
+        more by another one; with ``reward.per: group`` all of the payloads are."""
+        slots: set[int] = set()
+        try:
+            outcomes = await self._ask(payloads, task, step, slots)
+        except WorkerLost as error:
+            return [Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))] * len(payloads)
+        again = [number for number, outcome in enumerate(outcomes) if _is(outcome, UnscoredKind.REWARD_UNAVAILABLE)]
+        if not again or self._services.reward.size == 1:
+            return outcomes
+        if self._settings.per == "group":
+            again = [n for n, outcome in enumerate(outcomes) if not _is(outcome, UnscoredKind.PAYLOAD_LOST)]
+        with suppress(WorkerLost):  # the first outcomes stand
+            second = await self._ask([payloads[number] for number in again], task, step, slots)
+            for number, outcome in zip(again, second, strict=True):
+                outcomes[number] = outcome
+        return outcomes
+
+    async def _ask(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int, slots: set[int]) -> list[Outcome]:
+        """The outcomes of some reward actor, if possible not in ``slots``, to which its slot is added when something failed there.
+
+        The payloads travel with the call; when one is lost, the actor fetches them, to find out which. Raises WorkerLost.
+        """
+        calls = self._services.reward.within(2 * self._settings.timeout + 10, ATTEMPTS, _unable, slots)
+        try:
+            return await calls.call(RewardActor.score, task, step, *map(resolved, payloads))
+        except Exception as error:
+            if not object_lost(error):
+                raise
+            return await calls.call(RewardActor.score_those_left, list(payloads), task, step)
+
+    async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
+        """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
+        members = [m for m in group.members if m.payload is not None]
+        bare = dataclasses.replace(group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in members))
+        try:
+            reward = self._services.reward.within(self._settings.timeout, ATTEMPTS)
+            return await reward.call(RewardActor.describe, bare, *(resolved(m.payload) for m in members if m.payload))
+        except Exception as error:
+            if not isinstance(error, WorkerLost) and not object_lost(error):
+                raise
+            self._emit(incidents.RolloutsNotWritten(group.number, why=brief(error)))
+            return [], {}
+
+
 def _key(request: RolloutRequest) -> str:
     return f"{request.id}@{request.attempt}"
 
@@ -152,7 +218,15 @@ def _named(requests: Sequence[RolloutRequest]) -> str:
 
 
 def _went_well(head: Summary | Failure) -> tuple[bool | None, bool | None]:
-    """Whether an episode shows that its environment actor, and its engine, do their work; None where it shows nothing."""
+    """Whether an episode shows that its environment actor, and its engine, work; None where it shows nothing."""
     if not isinstance(head, Failure):
         return True, True
     return (False, None) if head.of_actor else (None, False if head.cause is Cause.BAD_DATA else None)
+
+
+def _unable(outcomes: Sequence[Outcome]) -> bool:
+    return any(_is(outcome, UnscoredKind.REWARD_UNAVAILABLE) for outcome in outcomes)
+
+
+def _is(outcome: Outcome, kind: UnscoredKind) -> bool:
+    return isinstance(outcome, Unscored) and outcome.kind is kind

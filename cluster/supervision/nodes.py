@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 PERIOD = 1.0
 """Seconds between two looks at the cluster's nodes."""
 ANSWER = 5.0
-"""Seconds in which the head tells of the nodes, or a node accepts a connection."""
+"""Seconds in which the head lists the nodes, or a node accepts a connection."""
 DOUBT = 45.0
 """Seconds in which the cluster finds out that a node which accepts no connection is gone; Ray asks it several times."""
 FAILURES = 3
@@ -34,12 +34,12 @@ AVOIDED = 1200.0
 """Seconds that a node is avoided after the last of them."""
 
 Evict = Callable[[str, str], Sequence[int] | None]
-"""Takes all actors on a node out of service: its id, and why. They are gone, and need not be ended. Returns the serial numbers of a
-pool's workers; the policy has none, and records its own loss."""
+"""Takes all actors on a lost node out of service: its id, and why. Returns the serial numbers of a pool's workers; None of the
+policy, which records its own loss."""
 
 
 class Nodes:
-    """``rows``: what the cluster says of its nodes, as ``ray.nodes``."""
+    """Where the actors of a run are. ``rows``: ``ray.nodes``."""
 
     def __init__(self, emit: Emit, rows: Callable[[], list[dict[str, Any]]] = ray.nodes) -> None:
         self._emit, self._read = emit, rows
@@ -53,17 +53,17 @@ class Nodes:
         self._looking = asyncio.Lock()
 
     def add(self, resident: Evict, role: str = "policy") -> None:
-        """Add an owner of actors on nodes. The policy comes first: what it loses decides what the others wait for."""
+        """Add an owner of actors. The policy is added first: the others wait for it."""
         self._residents.append((role, resident))
 
     async def locate(self, handle: Handle[Any], role: str) -> str:
-        """The node that a new actor is on; from now on it is lost with it. Raises WorkerLost."""
+        """The node of a new actor, which is recorded (``came``). Raises WorkerLost."""
         node = await with_deadline(DOUBT, submit(handle, Actor.node), f"node of a new {role} actor", handle)
         self.came(node, role)
         return node
 
     def came(self, node: str, role: str) -> None:
-        """An actor is on this node from now on."""
+        """An actor has started on this node."""
         self._there.setdefault(node, Counter())[role] += 1
 
     def left(self, node: str, role: str) -> None:
@@ -93,7 +93,7 @@ class Nodes:
         return node in self._gone
 
     def charge(self, node: str) -> bool:
-        """Whether the caller is the first that was on this lost node: all of them together cost one unit of a budget."""
+        """Whether the caller is the first on this lost node: all of its actors together cost one unit of a budget."""
         first = node in self._unpaid
         self._unpaid.discard(node)
         return first
@@ -103,8 +103,8 @@ class Nodes:
             late = WorkerLost("the head does not answer")
             try:
                 rows = await bounded(ANSWER, asyncio.to_thread(self._read), late)
-            except Exception as error:  # the head itself is away: the next call of it fails
-                logger.warning("the cluster's nodes cannot be asked for: %r", error)
+            except Exception as error:  # without a head the next call fails
+                logger.warning("the cluster's nodes cannot be listed: %r", error)
                 return
             self._rows = {row["NodeID"]: row for row in rows}
             for node in [node for node in self._there if not self._rows.get(node, {}).get("Alive", False)]:
@@ -122,14 +122,14 @@ class Nodes:
         self._emit(incidents.NodeLost(name, node, roles, workers))
 
     def name(self, node: str) -> str:
-        """For people: its host name and address; "" of the node "", which is not known."""
+        """The host name and address of a node; "" for the node "", which is unknown."""
         if not node:
             return ""
         row = self._rows.get(node, {})
         return f"{row.get('NodeManagerHostname', node)} ({row.get('NodeManagerAddress', 'address unknown')})"
 
     async def _accepts(self, node: str) -> bool:
-        """Whether something listens where Ray's process of this node did. Unknown counts as yes."""
+        """Whether Ray's process of this node accepts connections. Unknown counts as yes."""
         row = self._rows.get(node)
         if row is None:
             return True
@@ -144,7 +144,7 @@ class Nodes:
     # Avoiding ------------------------------------------------------------------------------------------------------
 
     def failed(self, node: str) -> None:
-        """An actor failed here, and the node did not."""
+        """An actor failed on this node, which lives."""
         now = asyncio.get_running_loop().time()
         times = self._failures[node] = [*self._failures.get(node, ()), now][-FAILURES:]
         if len(times) == FAILURES and now - times[0] <= HOUR:
@@ -157,11 +157,11 @@ class Nodes:
         return bool(self._until)
 
     def bad(self, node: str) -> bool:
-        """Whether actors failed so often on this node within an hour that it is avoided."""
+        """Whether this node is avoided at present."""
         return asyncio.get_running_loop().time() < self._until.get(node, 0.0)
 
     def elsewhere(self, wanted: Mapping[str, float], but: Collection[str] = ()) -> str | None:
-        """A node with room for an actor that wants this, which is not avoided; None when there is none."""
+        """A node with ``wanted`` free, which is not avoided; None when there is none."""
         for node, free in room().items():
             if node in but or node in self._gone or self.bad(node):
                 continue

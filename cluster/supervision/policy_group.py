@@ -1,24 +1,27 @@
-"""The policy as the driver sees it: one handle for all ranks. Every method is collective and has a deadline."""
+"""The policy: one handle for all ranks. Every method is collective and has a deadline."""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+import shutil
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from rayloop.actors.fates import FailureFate, cause, fate, is_lost
-from rayloop.actors.handles import Handle, submit, submit_pair
-from rayloop.actors.lost import brief
+from rayloop.actors.failures import FailureAction, action, brief, cause, is_lost
+from rayloop.actors.handles import Handle, submit, submit_split
 from rayloop.actors.policy import LogprobGap, PolicyRank, assignments
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
-from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, WorkerLost
+from rayloop.core.failures import CheckpointError, ConfigError, PolicyLost, Preempted, WorkerLost
+from rayloop.core.files import appears
 from rayloop.core.groups import Group
 from rayloop.core.protocols import Checksums
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
-from rayloop.launch.budget import Budget
+from rayloop.launch.restarts import Budget
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.transports.seam import WeightUpdate
@@ -27,7 +30,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 LOADING = 600.0
-"""Seconds that the ranks have at least to load the model: it is the slowest start, and all of them wait for the last one."""
+"""Seconds that the ranks have at least to load the model, which is the slowest start."""
+SHARED = 30.0
+"""Seconds in which a node must see what another one wrote into a folder that they share."""
 
 
 class PolicyGroup:
@@ -40,7 +45,7 @@ class PolicyGroup:
         recovery: RecoverySettings | None = None,
         nodes: Nodes | None = None,
     ) -> None:
-        """``recovery.start_timeout``: seconds for all ranks to load the model; less than ``LOADING`` is not counted."""
+        """``recovery.start_timeout``: seconds for all ranks to load the model, at least ``LOADING``."""
         self.settings, self.recovery = settings, recovery or RecoverySettings()
         self._start_timeout = max(self.recovery.start_timeout, LOADING)
         self._budget = Budget(self.recovery.policy_restarts)
@@ -53,8 +58,10 @@ class PolicyGroup:
         self._why = "there are no ranks"
 
     async def start(self) -> None:
-        """Create the ranks and let them meet. If one is lost meanwhile, there are none, and the first call of them says so: who
-        rebuilds them while the run goes on does that at its start too. Raises WorkerStartFailed."""
+        """Create the ranks and let them meet. If one is lost meanwhile, all are stopped, and the first call raises PolicyLost.
+
+        Raises WorkerStartFailed.
+        """
         try:
             await self._meet()
         except PolicyLost as error:
@@ -75,8 +82,8 @@ class PolicyGroup:
         await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
 
     async def afford(self, lost: PolicyLost) -> None:
-        """Wait until half of ``recovery.replacements`` allows to replace the ranks once more. Raises ``lost`` when that is further
-        away than ``recovery.start_timeout``."""
+        """Wait until half of ``recovery.replacements`` allows to replace the ranks. Raises ``lost`` when that takes longer than
+        ``recovery.start_timeout``."""
         now = asyncio.get_running_loop().time
         if (wait := self._budget.wait(now())) > self.recovery.start_timeout:
             raise lost
@@ -129,8 +136,8 @@ class PolicyGroup:
         return await self._answers(method.__name__, [submit(rank, method, *args, **kwargs) for rank in self.ranks])
 
     async def _answers(self, method: str, refs: Sequence[Ref[R]], deadline: float | None = None) -> list[R]:
-        """One answer per rank, within ``policy.step_timeout``, or ``deadline`` while they start; the first failure counts, since
-        the others then wait for a peer that will not come. Raises PolicyLost, also when there are no ranks."""
+        """One answer per rank, within ``policy.step_timeout``, or ``deadline`` while they start. Raises PolicyLost, also when there
+        are no ranks, and the first failure, since the other ranks then wait for that one."""
         if not refs:
             raise PolicyLost(self._why)
         within = deadline or self.settings.step_timeout
@@ -149,10 +156,10 @@ class PolicyGroup:
         try:
             return await asyncio.gather(*calls)
         except Exception as error:
-            if fate(error, len(ranks)) is FailureFate.REBUILD:
+            if action(error, len(ranks)) is FailureAction.REBUILD:
                 raise PolicyLost(f"the policy group failed in {method}: {brief(error)}") from error
             if isinstance(error, CheckpointError) and (below := cause(error)) is not error:
-                raise below from error  # in its own words, which Ray puts a trace before
+                raise below from error  # without the trace that Ray puts before its text
             raise
         finally:
             for call in calls:
@@ -161,9 +168,8 @@ class PolicyGroup:
     async def fetch(
         self, groups: Sequence[Group], *, seed: int, version: Version, treat_as_on_policy: bool, nominal: int
     ) -> set[TrajectoryId]:
-        """Let each rank fetch its share (``assignments``) of a training step, before any begins one. Returns the trajectories that
-        are lost with the node that held them; unless there are none, the step must be fetched again without them."""
-
+        """Let each rank fetch its share (``assignments``) of a training step, before any begins one. Returns the lost trajectories;
+        if there are any, the step must be fetched again without them."""
         plan = assignments(
             groups, len(self.ranks), self.settings.update, seed, version, nominal, treat_as_on_policy=treat_as_on_policy
         )
@@ -171,10 +177,7 @@ class PolicyGroup:
         return {id for lost in await self._answers("fetch", refs) for id in lost}
 
     async def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> LogprobGap:
-        """The sampling engine's log-probs against the trainer's, over all sampled tokens of the trajectories.
-
-        Raises WorkerLost when all of them are gone.
-        """
+        """The sampling engine's log-probs against the trainer's, over all sampled tokens. Raises WorkerLost when all are gone."""
         refs = [
             submit(handle, PolicyRank.compare, payloads[rank :: len(self.ranks)], swap_images=swap_images)
             for rank, handle in enumerate(self.ranks)
@@ -185,34 +188,54 @@ class PolicyGroup:
         return LogprobGap.of(rows)
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
-        """Gather the weights. The weight update's source is a *reference*, owned by the driver."""
-        exports = [submit_pair(rank, PolicyRank.export, version) for rank in self.ranks]
-        manifest, *_ = await self._answers("export", [manifest for manifest, _ in exports])
+        """Gather the weights. The update's source is a *reference*, owned by the driver."""
+        exports = [submit_split(rank, 2, PolicyRank.export, version) for rank in self.ranks]
+        manifest, *_ = await self._answers("export", [manifest for manifest, *_ in exports])
         assert manifest is not None, "the first rank gathers"
-        return WeightUpdate(manifest, exports[0][1])
+        _, *sources = exports[0]
+        return WeightUpdate(manifest, sources[0])
 
     async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of the transport's sender, which lives in the first rank. Raises what it raises."""
+        """Call a method of the transport's sender, which lives in the first rank."""
         first: list[Ref[R]] = [submit(rank, PolicyRank.ask, method.__name__, *args, **kwargs) for rank in self.ranks[:1]]
         return (await self._answers(method.__name__, first))[0]
 
     async def save(self, folder: str) -> Checksums:
-        """Write the trainer's state into a folder that all ranks see. Returns name -> sum of all that they have written."""
-        return {name: sum for files in await self.all(PolicyRank.save, folder) for name, sum in files.items()}
+        """Write the trainer's state into a folder that all ranks see. Returns name -> checksum of their files."""
+        return _merged(await self.all(PolicyRank.save, folder))
 
     async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
         """The same while training goes on, from ``copied`` being set."""
         await self.all(PolicyRank.begin_save, folder)
         copied.set()
-        written = await self.all(PolicyRank.finish_save, self.settings.step_timeout)
-        return {name: sum for files in written for name, sum in files.items()}
+        return _merged(await self.all(PolicyRank.finish_save, self.settings.step_timeout))
 
     async def load(self, folder: str, sums: Checksums) -> None:
-        """Take over what ``save`` wrote; ``sums`` is what it returned, as far as that is known. Raises Damaged."""
+        """Restore what ``save`` wrote; ``sums`` is what it returned, as far as known. Raises Damaged."""
         await self.all(PolicyRank.load, folder, sums)
+
+    async def check_shared(self, folder: Path) -> None:
+        """Raises ConfigError unless every rank sees what the driver writes into ``folder``, and the driver what ranks write."""
+        probe = folder / f".shared-{secrets.token_hex(4)}"
+        probe.mkdir(parents=True)
+        try:
+            unseen = [host for host in await self.all(PolicyRank.shares, str(probe), SHARED) if host]
+            signs = [probe / f"rank-{rank}" for rank in range(len(self.ranks))]
+            if unseen or not all([await asyncio.to_thread(appears, sign, SHARED) for sign in signs]):
+                where = ", ".join(dict.fromkeys(unseen or await self.all(PolicyRank.host)))
+                raise ConfigError(
+                    f"output: {folder} is not shared by the nodes of the policy ({where}), which save their part of each "
+                    "checkpoint there. Set output=FOLDER to one that all nodes see"
+                )
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
 
     def stop(self) -> None:
         """End all ranks."""
         for rank in self.ranks:
             ray.kill(rank)
         self.ranks = []
+
+
+def _merged(parts: Sequence[Checksums]) -> Checksums:
+    return {name: checksum for files in parts for name, checksum in files.items()}

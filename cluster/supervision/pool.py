@@ -1,8 +1,7 @@
 """A pool: the interchangeable workers of one role. It leases them, notices that one is gone, and replaces it.
 
-A worker is known by a serial number that is never used twice, so a late complaint about a worker that has already been
-replaced does no harm. Ray's ``max_restarts`` would only rerun ``__init__``; here a replacement serves again only after
-``admit`` has brought it up to date (for rollout engines: loaded the current weights).
+A worker has a serial number that is never used twice, so a late report about one that was replaced has no effect. Ray's
+``max_restarts`` would only rerun ``__init__``; a replacement here serves only after ``admit`` (of engines: loading the weights).
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from rayloop.actors.fates import cause, is_lost
+from rayloop.actors.failures import brief, cause, is_lost, is_spent, last_line
 from rayloop.actors.handles import Handle, submit, submit_split
 from rayloop.actors.lease import Lease
-from rayloop.actors.lost import brief, is_spent, last_line
 from rayloop.cluster.supervision.budget import ReplacementBudget, now
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core import incidents
@@ -31,10 +29,10 @@ from rayloop.run.lifetime import RecoverySettings
 
 
 class Pooled(Protocol):
-    """What every actor of a pool answers."""
+    """The methods of every actor of a pool."""
 
     def health(self) -> Any:
-        """What it has to do, for the driver's figures; that it answers at all is what matters."""
+        """Its load, for the driver's metrics. An answer shows that the actor works."""
 
 
 A = TypeVar("A", bound=Pooled)
@@ -43,14 +41,13 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 ATTEMPTS = 3
-"""Workers that may be lost with one call to a reward or a reference, before its trajectory goes without; and times that each is
-started at first."""
+"""Workers that may be lost with one call of a reward or reference actor, and times that each worker is started at first."""
 
 
 @dataclass
 class Worker(Generic[A]):
-    """An actor in service. ``misses``: failures since its last success, also of those that had its slot before; ``leased``: the
-    number of its last lease; ``node``: Ray's id of the node that it is on."""
+    """An actor in service. ``misses``: failures of its slot since the last success; ``leased``: the number of its last lease;
+    ``node``: Ray's id of its node."""
 
     serial: int
     slot: int
@@ -63,11 +60,11 @@ class Worker(Generic[A]):
 
 
 class Pool(Generic[A]):
-    """Workers of one role, actors of class ``A``.
+    """Workers of one role, actors of class ``A``. ``ended``: serial numbers of those retired, whose other calls are not to blame.
 
-    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service and is awaited at the start
-    and after each replacement. A slot is replaced ``recovery.replacements`` times an hour, and waits when it has had them. Raises
-    RolesExhausted when fewer than ``recovery.minimum`` serve for ``recovery.start_timeout``.
+    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service. A slot is replaced at most
+    ``recovery.replacements`` times an hour. Raises RolesExhausted when fewer than ``recovery.minimum`` serve for
+    ``recovery.start_timeout``.
     """
 
     def __init__(
@@ -84,7 +81,6 @@ class Pool(Generic[A]):
         self.workers: dict[int, Worker[A]] = {}
         self.replaced = 0
         self.ended: set[int] = set()
-        """Serial numbers of those whose process was ended here, for what one of their calls did: the others bear no blame."""
         self.budget = ReplacementBudget(role, size, settings)
         self._misses: dict[int, int] = {}
         self._homes: dict[int, str] = {}
@@ -102,7 +98,7 @@ class Pool(Generic[A]):
         await asyncio.gather(*(self._first(slot) for slot in range(self.size)))
 
     async def _first(self, slot: int) -> None:
-        """Start a worker; one that dies by itself or cannot be reached at once is no reason to end, ``ATTEMPTS`` times."""
+        """Start a worker, up to ``ATTEMPTS`` times when it dies or cannot be reached."""
         for left in reversed(range(ATTEMPTS)):
             worker = None
             try:
@@ -119,7 +115,7 @@ class Pool(Generic[A]):
         return Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
 
     def _where(self, worker: Worker[A] | None) -> str:
-        """The name of its node, for people; "" where that is not known."""
+        """The name of its node; "" when unknown."""
         return "" if self._nodes is None or worker is None else self._nodes.name(worker.node)
 
     async def _start(self, worker: Worker[A]) -> None:
@@ -129,7 +125,7 @@ class Pool(Generic[A]):
             if self._nodes is not None:
                 worker.node = await self._nodes.locate(worker.handle, self.role)
             if self._admit is not None:
-                await self._admit(worker.handle)  # the last: what is published from now on finds it among the workers
+                await self._admit(worker.handle)  # last: a later weight sync finds it among the workers
         except BaseException as error:
             ray.kill(worker.handle)
             if self._nodes is not None:
@@ -143,12 +139,12 @@ class Pool(Generic[A]):
         self._changed.set()
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
-        """The worker that already serves this affinity, or the least loaded one; if possible on none of the nodes of the slots to
-        ``avoid``, or else in none of these slots.
+        """The worker that already serves this affinity, or the least loaded one; if possible not on the nodes of the slots to
+        ``avoid``, or at least not in these slots.
 
-        ``count``: how much work it brings (the episodes of a call). A failure weighs as much as a lease until the worker succeeds,
-        so that one that fails fast does not attract the work; of equals the one that was not leased for longest. Waits for a
-        replacement if there is no worker, as long as one is pending. Raises RolesExhausted, and WorkerLost when none is.
+        ``count``: the episodes of the call. A failure weighs as much as a lease until the worker succeeds, so that one that fails
+        fast does not attract work; of equals the least recently leased. Waits for a replacement while one is pending. Raises
+        RolesExhausted, and WorkerLost when none is pending.
         """
         while not self.workers:
             if self._failure is not None:
@@ -172,22 +168,20 @@ class Pool(Generic[A]):
 
     @property
     def homes(self) -> set[str]:
-        """The nodes of its slots; of one that waits for its replacement, where it was."""
+        """The nodes of its slots; of a slot that waits for a replacement, the last one."""
         return set(self._homes.values())
 
     def place(self, lease: Lease[A]) -> int | str:
-        """What may be to blame for what goes wrong under a lease: the node where the pool is on several, since what a node lacks
-        every actor on it lacks; else the slot."""
+        """The place to which failures of a lease are counted: the node when the pool is on several, else the slot."""
         return lease.node if len(self.homes) > 1 else lease.slot
 
     def name(self, lease: Lease[A]) -> str:
-        """The leased worker for people: its role and slot."""
+        """The role and slot of the leased worker."""
         worker = self.workers.get(lease.worker)
         return f"{self.role} {worker.slot if worker else '(replaced)'}"
 
     def release(self, serial: int, affinity: str = "", well: bool | None = None, count: int = 1) -> None:
-        """End a lease, or a part of it. Leases of replaced workers are gone already. ``well``: whether the work succeeded, if that
-        says something about the worker."""
+        """End a lease, or a part of it. ``well``: whether the worker did its work; None if unknown."""
         if (worker := self.workers.get(serial)) is not None:
             worker.leases -= count
             if well is not None:
@@ -197,18 +191,17 @@ class Pool(Generic[A]):
                 del worker.affinities[affinity]
 
     def lost(self, serial: int, why: object) -> None:
-        """Take a worker that died, hung or is sick out of service and replace it in the background, at the cost of one of
-        ``recovery.replacements``. Does nothing for one already replaced."""
+        """Replace a worker that died, hung or is sick in the background, at the cost of one of ``recovery.replacements``. Does
+        nothing for one already replaced."""
         self._end(serial, why, charged=True)
 
     def retire(self, serial: int, why: object, charged: bool = False) -> None:
-        """The same for a worker that could go on, but holds work that hangs or fails at whatever it is given. It is one of
-        ``recovery.replacements`` only when ``charged``; its other calls end through no fault of theirs (``ended``)."""
+        """Replace a worker that holds a call that hangs, or fails at every task; costs a replacement only when ``charged``."""
         self.ended.add(serial)
         self._end(serial, why, charged)
 
     def _evict(self, node: str, why: str) -> list[int]:
-        """The same for all workers on a lost node, which the event ``node_lost`` records. Returns their serial numbers."""
+        """Replace all workers on a lost node, which the event ``node_lost`` records. Returns their serial numbers."""
         gone = [serial for serial, worker in self.workers.items() if worker.node == node]
         for serial in gone:
             self._end(serial, why, charged=False, recorded=True)
@@ -233,7 +226,7 @@ class Pool(Generic[A]):
             with self.budget.trying(slot):
                 charged = await self._costs(worker, charged)
             while (made := await self._try(worker, charged)) is None:
-                charged = True  # an attempt to start that fails is one of the budget
+                charged = True  # each further start is charged
         except Exception as error:
             self._failure = cause(error)
             self._changed.set()
@@ -241,7 +234,7 @@ class Pool(Generic[A]):
         self._emit(incidents.WorkerReplaced(self.role, serial, round(now() - began, 3), self._where(made)))
 
     async def _costs(self, worker: Worker[A], charged: bool) -> bool:
-        """Whether its replacement is one of the budget; waits until it is known what became of its node."""
+        """Whether its replacement is charged; waits until it is known whether its node is lost."""
         if self._nodes is None:
             return charged
         if await self._nodes.lost(worker.node):
@@ -267,7 +260,7 @@ class Pool(Generic[A]):
                 raise
             self.budget.why = str(error)
             self._emit(incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker)))
-            if worker is not None and self._nodes is not None:  # one that was not even made is no node's fault
+            if worker is not None and self._nodes is not None:
                 self._nodes.failed(worker.node or former.node)
             return None
         return worker
@@ -275,16 +268,16 @@ class Pool(Generic[A]):
     def within(
         self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None, avoid: set[int] | None = None
     ) -> Calls[A]:
-        """The terms of a call, before it is made: ``pool.within(deadline, attempts).call(RewardActor.score, ...)``.
+        """The options of a call: ``pool.within(deadline, attempts).call(RewardActor.score, ...)``.
 
-        ``deadline``: seconds for one attempt. ``attempts``: how many workers may be lost with the call. ``unable`` says of an
-        answer that something around the worker failed, which is a miss. ``avoid``: slots that are not asked, nor others of
-        their nodes, if there are others; those that were lost or unable are added.
+        ``deadline``: seconds for one attempt. ``attempts``: how many workers may be lost with the call. ``unable``: whether an
+        answer shows that something around the worker failed, which is a miss. ``avoid``: slots that are avoided; those that were
+        lost or unable are added.
         """
         return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid)
 
     async def check(self) -> list[Any]:
-        """Ask every worker for its health; replaces those that do not answer. Raises the failure of a replacement."""
+        """The health of every worker; replaces those that do not answer. Raises the failure of a replacement."""
         healthy = [(worker, submit(worker.handle, Pooled.health)) for worker in self.workers.values()]
         answers = await self.answers("health", healthy, self.settings.health_timeout, counts=False)
         if self._failure is not None:
@@ -294,7 +287,7 @@ class Pool(Generic[A]):
     async def answers(
         self, method: str, asked: Sequence[tuple[Worker[A], Ref[R]]], deadline: float, *, counts: bool = True
     ) -> list[R]:
-        """What these workers answer; one that is lost is replaced and gives none. Raises the first failure, when all have ended."""
+        """The answers of these workers, without those lost, which are replaced. Raises the first failure, when all have ended."""
 
         async def one(worker: Worker[A], answer: Ref[R]) -> list[R]:
             what = f"{method} of {self.role} {worker.slot}"
@@ -326,7 +319,7 @@ def _unless_raised(end: R | BaseException) -> R:
 
 @dataclass(frozen=True, slots=True)
 class Calls(Generic[A]):
-    """Calls of a pool's workers on the terms that ``Pool.within`` explains."""
+    """Calls of a pool's workers with the options of ``Pool.within``."""
 
     pool: Pool[A]
     deadline: float
@@ -335,9 +328,9 @@ class Calls(Generic[A]):
     avoid: set[int]
 
     async def call(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one call on some worker; a lost worker is replaced and the call made again elsewhere.
+        """Call a method of some worker, again elsewhere when the worker is lost: only for calls that may run twice.
 
-        Only for calls that may run twice. Raises what the method raised, or WorkerLost when the attempts are spent.
+        Raises what the method raised, or WorkerLost when the attempts are spent.
         """
 
         def begin(handle: Handle[A]) -> tuple[Ref[R]]:
@@ -353,7 +346,7 @@ class Calls(Generic[A]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> tuple[R, Sequence[Ref[S]]]:
-        """``call`` of a method that gives ``returns`` values: the first, and references to the others, which the caller owns."""
+        """``call`` of a method with ``returns`` values: the first, and references to the others, which the caller owns."""
 
         def begin(handle: Handle[A]) -> tuple[Ref[R], *tuple[Ref[S], ...]]:
             return submit_split(handle, returns, method, *args, **kwargs)
@@ -363,10 +356,8 @@ class Calls(Generic[A]):
     async def everywhere(
         self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Call a method on every worker in service; one that is lost is replaced (and admitted anew), others must succeed.
-
-        Returns the answers, or raises the first failure, when all have ended.
-        """
+        """Call a method of every worker in service; a lost one is replaced. Returns the answers of the others, or raises the first
+        failure, when all have ended."""
         asked = [(worker, submit(worker.handle, method, *args, **kwargs)) for worker in self.pool.workers.values()]
         return await self.pool.answers(method.__name__, asked, self.deadline)
 

@@ -1,5 +1,8 @@
-"""The stall watchdog: when nothing moves it says what is awaited, and since when, and ends the run at last. Beside it: which actors
-do not answer at all, soon after they stopped to."""
+"""Watching what hangs: the stall watchdog and silent actors (in the driver), and the cluster's head (in the ``train`` process).
+
+Without its head a run goes on for a while; then Ray ends the process without a message. A head that was started again knows nothing
+of the run.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,21 @@ import asyncio
 import itertools
 import logging
 import re
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from ray.exceptions import AuthenticationError
 
 from rayloop.actors.base import Actor, dump
 from rayloop.actors.handles import Handle, submit
+from rayloop.cluster.session import ask_head
 from rayloop.core import incidents
 from rayloop.core.deadlines import WAITS, Awaited
 from rayloop.core.events import Emit
-from rayloop.core.failures import Stalled
+from rayloop.core.failures import MachineFailed, Stalled
 from rayloop.run.lifetime import RecoverySettings
 
 logger = logging.getLogger(__name__)
@@ -24,21 +32,21 @@ logger = logging.getLogger(__name__)
 LOOK = 1.0
 """Seconds between two looks."""
 ANSWER = 5.0
-"""Seconds an actor has to show its stacks. One that is stopped, or holds the interpreter's lock, cannot."""
+"""Seconds that an actor, or the head, has to answer. A process that is stopped, or holds the interpreter's lock, cannot."""
 SHOWN = 8
 """Waits that a report names, the oldest first."""
 LATE, ROUND = 4.0, 4.0
-"""Seconds that something is awaited from an actor before it is asked whether it is there, and between two rounds of questions."""
+"""Seconds that a call is awaited before its actor is checked, and between two rounds of checks."""
+SILENCE, NOTED, PERIOD = 50.0, 10.0, 2.0
+"""Seconds without an answer after which the head is given up (Ray ends this process after 60,
+``RAY_gcs_rpc_server_reconnect_timeout_s``), and after which that is shown; seconds between two checks."""
 
 
-async def watch(
-    settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path
-) -> None:  # fmt: skip
-    """Report a stall after ``stall_report`` seconds, again after twice as long, and so on.
+async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path) -> None:
+    """Report a stall (nothing that the driver waits for ends) after ``stall_report`` seconds, again after twice as long, and so on.
 
-    A stall is: of all that the driver waits for, nothing ended. The stacks of the awaited actors and of the driver go to
-    ``folder``/stall-<n>.txt (what a full disk refuses is printed), everything else into the event ``stalled``. Raises Stalled at
-    ``stall_timeout``.
+    The stacks of the awaited actors and of the driver go to ``folder``/stall-<n>.txt (or are printed when the disk is full).
+    Raises Stalled at ``stall_timeout``.
     """
     WAITS.moved, due = time.monotonic(), settings.stall_report
     for number in itertools.count(1):
@@ -94,7 +102,7 @@ def _name(awaited: str) -> str:
 
 
 def _written(file: Path, stacks: str) -> str:
-    """Where it is, below the run folder; "" when the storage refuses it, and then this process prints it."""
+    """The path below the run folder; "" when the storage refuses it, and then the stacks are printed."""
     try:
         file.write_text(stacks, encoding="utf-8")
     except OSError as error:
@@ -121,3 +129,63 @@ async def _ask(actor: Handle[Actor]) -> str:
             return await submit(actor, Actor.stacks)
     except Exception as error:
         return f"does not answer: {type(error).__name__} {error}".splitlines()[0]
+
+
+class HeadGone(MachineFailed):
+    """The head of the cluster has ended, or was started again: none of its actors will answer."""
+
+
+class HeadWatch:
+    """``ask`` is ``ask_head``; ``note`` shows a line to the user; ``gone`` is why there is no head any more, or ""."""
+
+    def __init__(self, note: Callable[[str], None], ask: Callable[[float], None] = ask_head) -> None:
+        self._note, self._ask = note, ask
+        self._answered, self._noted = time.monotonic(), False
+        self.gone = ""
+
+    def look(self) -> bool:
+        """Ask once. Returns whether it is decided: the head listens, or is gone."""
+        try:
+            self._ask(ANSWER)
+        except AuthenticationError as error:
+            self.gone = f"was started again, and knows nothing of this run ({str(error).partition('..')[0]})"
+        except Exception as error:
+            silent = time.monotonic() - self._answered
+            if silent > NOTED and not self._noted:
+                self._note(f"the head does not listen ({error}): waiting, {SILENCE:g} s at most")
+                self._noted = True
+            if silent > SILENCE:
+                self.gone = f"has not listened for {silent:.0f} s"
+            return bool(self.gone)
+        else:
+            self._answered, self._noted = time.monotonic(), False
+        return True
+
+    def decide(self) -> None:
+        """Wait until it is known whether the head is there. Raises HeadGone."""
+        while not self.gone and not self.look():
+            time.sleep(PERIOD / 4)
+        self.check()
+
+    def check(self) -> None:
+        """Raises HeadGone when the head is gone."""
+        if self.gone:
+            raise HeadGone(f"the head of the Ray cluster {self.gone}")
+
+
+@contextmanager
+def watched(note: Callable[[str], None]) -> Iterator[HeadWatch]:
+    """A thread checks the head while the block lasts."""
+    watch, over = HeadWatch(note), threading.Event()
+
+    def keep() -> None:
+        while not over.wait(PERIOD) and not watch.gone:
+            watch.look()
+
+    thread = threading.Thread(target=keep, name="head-watch", daemon=True)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        over.set()
+        thread.join(ANSWER)

@@ -1,7 +1,6 @@
 """Deterministic rules for short answers: the same text, option, yes or no, number, list.
 
-A rule decides only what is the same, or another answer, however the question is meant; ``decide`` returns UNDECIDED for the rest,
-which is left to a model. The rule backend, the step before a model is asked and the recipes' verifiers use the same rules.
+A rule decides only what is the same, or another answer, however the question is meant; the rest is left to a model.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _LONGEST = 8192
 
 
 VERSION = 2
-"""Part of the judge's fingerprint. Raise it with every change of a decision; a test fails otherwise."""
+"""Part of the judge's fingerprint. Raise it with every change of a decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +176,9 @@ def _yes_no(wanted: str, got: str, asked: Question) -> Decision:
 
 
 def items(text: str) -> tuple[str, list[str]] | None:
-    """A plain text's list: its notation and its parts.
+    """A plain text's list: its notation and its parts. None for no list, a number, and a comma that may be a decimal's.
 
-    Lists of different notations are not compared. The notation has the brackets, ``and`` alone between two items, commas that may
-    be a decimal's, and the separators where there are two levels of them, or within brackets, where ``;`` ends a row.
-    None for no list, a number, and a comma that may be a decimal's.
+    The notation has the brackets, ``and`` alone between two items, commas that may be a decimal's, and separators of two levels.
     """
     brackets = text[0] + text[-1] if re.fullmatch(r"[\[({].*[\])}]", text) else ""
     inner = text[1:-1] if brackets else text

@@ -1,4 +1,4 @@
-"""Texts without what never changes an answer: mark-up, lead-in, spelling of blanks and signs, final punctuation, harmless case.
+"""The answer in a policy's text, and texts without what never changes an answer: mark-up, lead-in, blanks, final punctuation.
 
 Everything else stays: superscripts (5² is not 52), digits of other scripts, brackets, order, and the case of short words, units,
 symbols and codes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from functools import lru_cache
+from typing import Literal
 
 _ONES = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
@@ -182,3 +183,53 @@ def _harmless(first: str, second: str, digits: bool, strict: bool) -> bool:
     if length < 6:
         return all(word.islower() or word.istitle() or (length > 3 and word.isupper()) for word in words)
     return any(word.islower() or word.istitle() or word.isupper() for word in words)
+
+
+How = Literal["tagged_box", "tag", "box", "last_line", "whole"]
+
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_GROUP = re.compile(r"\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""A brace, or a character that a backslash makes text."""
+
+
+def extract(text: str, how: How) -> str | None:
+    """The last answer in this form, stripped; None without one. ``tagged_box``: a box in an answer block, or the whole block."""
+    match how:
+        case "whole":
+            return text.strip()
+        case "last_line":
+            lines = text.strip().splitlines()
+            return lines[-1].strip() if lines else None
+        case "box":
+            return boxed(text)
+        case "tag" | "tagged_box":
+            blocks = _TAG.findall(text)
+            if not blocks:
+                return None
+            inside: str = blocks[-1].strip()
+            box = boxed(inside) if how == "tagged_box" else None
+            return inside if box is None else box
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last ``\boxed{...}`` with balanced braces, in linear time; None without one.
+
+    ``\{`` and ``\}`` do not count as braces. Braces around all of the content only group, and are left out.
+    """
+    starts = {match.end() for match in _BOX.finditer(text)}
+    if not starts:
+        return None
+    opened: list[int] = []
+    ends: dict[int, int] = {}
+    for brace in _BRACE.finditer(text):
+        if brace.group() == "{":
+            opened.append(brace.end())
+        elif brace.group() == "}" and opened:
+            ends[opened.pop()] = brace.start()
+    if not (closed := starts & ends.keys()):
+        return None
+    start, end = (last := max(closed)), ends[last]
+    while (group := _GROUP.match(text, start, end)) and not text[ends[group.end()] + 1 : end].strip():
+        start, end = group.end(), ends[group.end()]
+    return text[start:end].strip()

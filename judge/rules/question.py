@@ -55,8 +55,7 @@ def _mentions(*words: str) -> cached_property[bool]:
 class Question:
     """A question's text and the hints in it. ``exact`` (formulas): letters keep their case, and numbers are meant as numbers.
 
-    A hint makes rules more careful, or says that a number is one. No hint lets a rule decide what it leaves open under an empty
-    question.
+    A hint makes rules more careful, or says that a number is one.
     """
 
     text: str = ""

@@ -16,15 +16,14 @@ from typing import Any
 
 import jinja2
 
-from rayloop.chat.template import load_chat_template, read_json
+from rayloop.chat.tokenizer import load_chat_template, read_json
 from rayloop.chat.tokenizer import load_tokenizer, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.model_files import resolve
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, ImageSource, Message, PromptImage, Sampling, TokenIds
-from rayloop.data.images import MAX_PIXELS, ImageGeometry
-from rayloop.data.prompt_images import PromptImages
+from rayloop.data.images import MAX_PIXELS, ImageGeometry, PromptImages
 
 _VISION = re.compile(r"vision|image|video")
 _SURROGATE = re.compile("[\ud800-\udfff]")

@@ -14,6 +14,7 @@ from rayloop.run.config import read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``doctor``."""
     parser.add_argument(
         "config", type=Path, nargs="?", metavar="CONFIG", help="YAML file of a run, for its disk, memory, GPUs and files"
     )
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the findings. Returns 1 when one of them is an error."""
     config = read(arguments.config, arguments.overrides) if arguments.config else None
     address = arguments.address or os.environ.get("RAY_ADDRESS")
     found = asyncio.run(examine(checks(config, address, arguments.token_file, arguments.port)))

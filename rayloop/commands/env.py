@@ -52,7 +52,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _play(arguments: argparse.Namespace) -> int:
-    from rayloop.cluster.stages.play import QUIT, PictureView, keyboard, play, shown_as
+    from rayloop.commands.env import QUIT, PictureView, keyboard, play, shown_as
 
     turn: Callable[[str], str] = str
     example = ""

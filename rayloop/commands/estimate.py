@@ -18,6 +18,7 @@ FACTOR = 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``estimate``."""
     add_run(parser, "steps=1000")
     parser.add_argument(
         "--from", dest="run_folder", type=Path, metavar="RUN", help="a run whose steps are measured (default: its own, if there)"

@@ -13,6 +13,7 @@ from rayloop.run.preflight import preflight
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``eval``."""
     add_run(parser, "evaluation.limit=100")
     parser.add_argument("--checkpoint", type=Path, help="run folder, checkpoint or model folder (default: model.path)")
     parser.add_argument(
@@ -24,13 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", help="rows to evaluate on (default: data.eval)")
     parser.add_argument("--controls", action="store_true", help="also wrong images, and the best answers without one")
     parser.add_argument("--samples", type=int, help="sampled answers per row, besides the greedy one (default: evaluation.samples)")
-    parser.add_argument(
-        "--retries",
-        type=int,
-        metavar="N",
-        help="times that an answer which sampling.max_tokens cut is played again with twice the room (default: 3 with "
-        "--benchmark, else 0)",
+    retries = (
+        "times that an answer cut by sampling.max_tokens is played again with twice the room (default: 3 with --benchmark, else 0)"
     )
+    parser.add_argument("--retries", type=int, metavar="N", help=retries)
     parser.add_argument("--out", type=Path, help="folder of the items, continued when it exists (default: <run>-eval)")
     add_cluster(parser)
     parser.set_defaults(run=run)
@@ -46,6 +44,7 @@ def evaluation_folder(config: RunConfig, checkpoint: Path | None, benchmark: str
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Evaluate. Returns the exit code; raises RayloopError."""
     with cluster(arguments) as (address, temporary):
         name = arguments.benchmark
         config = read(arguments.config, arguments.overrides, [recipes.benchmarks()[name]] if name else [])

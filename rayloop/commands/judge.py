@@ -16,8 +16,7 @@ from rayloop.judge.api import JudgeVersion
 from rayloop.judge.calibrate import Gate, calibrate
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.transport import JudgeConnection
-from rayloop.serve_apps.http_options import LOOPBACK
-from rayloop.serve_apps.judge.settings import CONFIGS, ServeFile
+from rayloop.serve_apps.settings import CONFIGS, LOOPBACK, ServeFile
 
 ANNOUNCED = Path("runs/judge.json")
 """The file that clients with ``url: auto`` read."""
@@ -63,9 +62,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     settings = application.args.model_copy(update={"insecure": True} if open_ else {"key_file": str(local_path(key))})
     file = file.model_copy(update={"applications": (application.model_copy(update={"args": settings}),)})
     with cluster(arguments) as (address, temporary):
-        from rayloop.cluster.stages.judge import serve  # imports ray
+        from rayloop.cluster.stages.serving import serve_judge  # imports ray
 
-        return serve(file, address, temporary, arguments.announce)
+        return serve_judge(file, address, temporary, arguments.announce)
 
 
 def client_settings(arguments: argparse.Namespace) -> ClientSettings:
@@ -75,7 +74,7 @@ def client_settings(arguments: argparse.Namespace) -> ClientSettings:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    print(asyncio.run(check(client_settings(arguments))))
+    print(asyncio.run(_ready(client_settings(arguments))))
     return 0
 
 
@@ -96,7 +95,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0 if asyncio.run(ask()) else 1
 
 
-async def check(settings: ClientSettings) -> str:
+async def _ready(settings: ClientSettings) -> str:
     """One line that describes a ready judge. Raises InfrastructureFailure with one line, ConfigError for a bad key file."""
     connection = JudgeConnection(settings)
     try:

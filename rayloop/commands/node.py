@@ -32,18 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--grace", type=float, default=150.0, metavar="SECONDS",
             help="for the program, near a job's limit also for those of other nodes, to save (150)",
         )  # fmt: skip
-        node.add_argument(
-            "--requeue",
-            type=int,
-            default=0,
-            metavar="N",
-            help="after SIGUSR1, and when the machines failed, requeue the Slurm job up to N times; without Slurm, begin anew by "
-            "itself when the machines failed",
-        )
-        node.add_argument("program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it")
-        node.set_defaults(role=run)
+        requeue = "restarts near the time limit or after a failure of the machines: of the Slurm job, else of the node (0)"
+        node.add_argument("--requeue", type=int, default=0, metavar="N", help=requeue)
+        node.set_defaults(role=run, program=[])
         if role == "head":
             node.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")
         else:
             node.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="for a head to be published (600)")
+            node.add_argument(
+                "program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it"
+            )
     parser.set_defaults(run=run_node)

@@ -6,17 +6,13 @@ import argparse
 import os
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from rayloop.commands.arguments import add_overrides, reachable
-from rayloop.config.settings import SettingsModel
-from rayloop.config.yaml_source import parse_value
+from rayloop.config.settings import SettingsModel, load
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import joined_cluster
 from rayloop.run.folder import RunFolder
 from rayloop.run.place import read_place
-from rayloop.serve_apps.http_options import LOOPBACK, HttpOptions
-from rayloop.serve_apps.policy.settings import PolicyLimits
+from rayloop.serve_apps.settings import LOOPBACK, HttpOptions, PolicyLimits
 
 
 class ServeOptions(SettingsModel):
@@ -45,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    options = _options(arguments.overrides)
+    options = load(Path(os.devnull), ["http.port=0", *arguments.overrides], ServeOptions)
     if arguments.insecure and options.http.host not in LOOPBACK:
         raise ConfigError(f"--insecure with http.host {options.http.host}: without a key only loopback is served")
     if arguments.folder is None:
@@ -62,22 +58,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     key = None if arguments.insecure else arguments.key_file or announced.with_suffix(".key")
     announced.parent.mkdir(parents=True, exist_ok=True)
     with joined_cluster(address, token, insecure=bool(file) and token is None):
-        from rayloop.cluster.stages.policy import serve  # imports ray
+        from rayloop.cluster.stages.serving import serve_policy  # imports ray
 
-        def alive() -> bool:
-            return file is None or file.exists()
-
-        return serve(address, names, arguments.name or "", options.http, options.limits, key, announced, alive)
-
-
-def _options(overrides: list[str]) -> ServeOptions:
-    values: dict[str, dict[str, object]] = {}
-    for word in overrides:
-        name, _, value = word.partition("=")
-        part, _, key = name.partition(".")
-        values.setdefault(part, {})[key] = parse_value(value, name)
-    try:
-        return ServeOptions.model_validate({"http": {"port": 0} | values.pop("http", {}), **values})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        return serve_policy(
+            address, names, arguments.name or "", options.http, options.limits, key, announced,
+            alive=lambda: file is None or file.exists(),
+        )  # fmt: skip

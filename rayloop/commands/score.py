@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import islice
@@ -25,10 +25,8 @@ from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.data.rows import rows
-from rayloop.measure.calibration import calibration_error
-from rayloop.measure.intervals import interval
-from rayloop.rewards.functions import around
-from rayloop.rewards.outcomes import as_outcome
+from rayloop.measure.intervals import calibration_error, interval
+from rayloop.rewards.functions import around, as_outcome
 from rayloop.rewards.saved import OfflineScoring, Saved
 
 TOGETHER = 512
@@ -42,14 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="JSONL or parquet with completions and truths, or a run's rollouts")
     parser.add_argument("--variant", metavar="V", help="definition of the rewards (default: the recipe's first)")
     parser.add_argument("--reward", metavar="NAME", help="one component instead of the whole reward")
-    parser.add_argument(
-        "--with",
-        dest="options",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a setting of the reward, for example tolerance=0.1; may be repeated",
-    )
+    setting = "a setting of the reward, for example tolerance=0.1; may be repeated"
+    parser.add_argument("--with", dest="options", action="append", default=[], metavar="KEY=VALUE", help=setting)
     parser.set_defaults(run=run)
 
 
@@ -145,7 +137,8 @@ def _counts(counted: Mapping[str, int]) -> str:
 async def score(path: Path, scoring: OfflineScoring, source: Any, variant: str, reward: str | None) -> ScoreSummary:
     """Score and print each row in the file's order. Raises ConfigError for a file that cannot be read."""
     summary = ScoreSummary()
-    for block in _blocks(_read(path, scoring), TOGETHER):
+    found = _read(path, scoring)
+    while block := list(islice(found, TOGETHER)):
         began = time.process_time()
         outcomes = await _outcomes(source, [saved for _, saved in block], reward)
         summary.seconds += time.process_time() - began
@@ -169,12 +162,6 @@ def _read(path: Path, scoring: OfflineScoring) -> Iterator[tuple[str, Saved | Da
                 yield where, scoring.read(row, where)
             except DataFailure as failure:
                 yield where, failure
-
-
-def _blocks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    left = iter(items)
-    while block := list(islice(left, size)):
-        yield block
 
 
 async def _outcomes(source: Any, block: Sequence[Saved | DataFailure], reward: str | None) -> list[Outcome]:

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if run in (_render, _up):
             action.add_argument("config", nargs="?", type=Path, help="YAML file of a run to train on the cluster")
             action.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides of the run")
-            action.add_argument("--together", action="store_true", help="one allocation for all, which ends with the training")
         if run is _down:
             action.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help="for runs to save (150)")
         action.set_defaults(run=run)
@@ -39,11 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _planned(a: argparse.Namespace) -> tuple[SiteSettings, list[Job]]:
     site = load(a.site, a.set, SiteSettings)
-    if a.together and a.config is None:
-        raise ConfigError("--together needs the CONFIG of a run: the allocation ends with its training")
     if a.config is not None:
         preflight(read(a.config, a.overrides))  # refused here, not after hours in the queue
-    return site, plan(site, [str(a.config), *a.overrides] if a.config else [], together=a.together)
+    return site, plan(site, [str(a.config), *a.overrides] if a.config else [])
 
 
 def _render(a: argparse.Namespace) -> int:
@@ -51,7 +48,7 @@ def _render(a: argparse.Namespace) -> int:
     print(f"mkdir -p {shlex.quote(str(Path(site.logs).absolute()))}")
     for job in jobs:
         text = shlex.join(job.command("HEAD")).replace("after:HEAD", '"after:$head"')
-        print(text if job.after_head else f"head=$({text})")
+        print(f"head=$({text})" if job.role == "head" else text)
     return 0
 
 
@@ -91,8 +88,7 @@ def _status(a: argparse.Namespace) -> int:
 
 
 def _down(a: argparse.Namespace) -> int:
-    """Runs are stopped first and may save; then all jobs are cancelled. SIGINT goes to the batch step alone: what ends a job
-    at once, as Slurm does it with cgroups or without, may end Ray before the run has saved."""
+    """Stop runs first, by SIGINT to the batch step alone, so that Ray stays until they have saved; then cancel all jobs."""
     site = load(a.site, a.set, SiteSettings)
     place = site.place
     saving = [job.number for job in active(place.jobs(programs=True)) if job.state == "RUNNING"]

@@ -11,7 +11,7 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.launch.ray_variables import joined_cluster
@@ -47,32 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check the run here, then send and start it. Returns the exit code; raises ConfigError and SubmissionFailed."""
+    """Check the run here, send the folder and start ``train`` in it. Returns 0, or with --follow the job's exit code."""
     lasting(read(arguments.config, arguments.overrides))  # refused here, not on the cluster
-    if not arguments.address.startswith(("http://", "https://")):
-        raise ConfigError(f"--address {arguments.address}: expected the dashboard, http://HEAD:8265")
-    config = _inside(arguments.config, arguments.working_dir)
+    address, folder = arguments.address, arguments.working_dir.resolve()
+    if not address.startswith(("http://", "https://")):
+        raise ConfigError(f"--address {address}: expected the dashboard, http://HEAD:8265")
+    if not arguments.config.resolve().is_relative_to(folder):
+        raise ConfigError(f"{arguments.config} is not below {folder}, the folder that is sent. See --working-dir")
+    config = arguments.config.resolve().relative_to(folder)
     command = shlex.join(["python", "-m", "rayloop", "train", str(config), *arguments.overrides])
-    with joined_cluster(arguments.address, arguments.token_file, arguments.insecure):
-        return submit(command, arguments.address, arguments.working_dir, follow_it=arguments.follow)
+    with joined_cluster(address, arguments.token_file, arguments.insecure), tempfile.TemporaryDirectory() as temporary:
+        from ray.exceptions import AuthenticationError
+        from ray.job_submission import JobSubmissionClient
 
-
-def _inside(config: Path, folder: Path) -> Path:
-    try:
-        return config.resolve().relative_to(folder.resolve())
-    except ValueError:
-        raise ConfigError(f"{config} is not below {folder.resolve()}, the folder that is sent. See --working-dir") from None
-
-
-def submit(command: str, address: str, folder: Path, *, follow_it: bool) -> int:
-    """Send ``folder`` and start ``command`` in it. Returns 0, or with ``follow_it`` the exit code of the job.
-
-    The entrypoint asks for no CPU. Raises SubmissionFailed.
-    """
-    from ray.exceptions import AuthenticationError
-    from ray.job_submission import JobSubmissionClient
-
-    with tempfile.TemporaryDirectory() as temporary:
         package = pack(folder, Path(temporary) / "package.zip")
         print(f"package: {len(zipfile.ZipFile(package).namelist())} files, {package.stat().st_size / 2**20:.1f} MiB")
         try:
@@ -82,15 +69,14 @@ def submit(command: str, address: str, folder: Path, *, follow_it: bool) -> int:
             raise SubmissionFailed(f"{address} wants a token: give its file with --token-file") from error
         except (ConnectionError, RuntimeError) as error:
             raise SubmissionFailed(f"{address} did not take the job: {str(error).splitlines()[0]}") from error
-    print(f"job: {job}\n  log:  ray job logs --address {address} --follow {job}\n  stop: ray job stop --address {address} {job}")
-    return follow(client, job) if follow_it else 0
+        print(
+            f"job: {job}\n  log:  ray job logs --address {address} --follow {job}\n  stop: ray job stop --address {address} {job}"
+        )
+        return follow(client, job) if arguments.follow else 0
 
 
 def pack(folder: Path, package: Path) -> Path:
-    """A zip of the code in ``folder``: what git knows or does not ignore; without git, everything but data and caches.
-
-    Raises ConfigError when it is larger than LIMIT, with the largest files.
-    """
+    """A zip of all that git does not ignore; without git, of all but data and caches. Raises ConfigError above LIMIT bytes."""
     files = [file for file in _files(folder) if not _is_data(file)]
     with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for file in files:
@@ -140,22 +126,26 @@ def follow(client: JobSubmissionClient, job: str) -> int:
 
     Raises SubmissionFailed when the head was silent for PATIENCE seconds: the job may go on.
     """
-    shown, heard = 0, time.monotonic()
+    shown, reached = 0, time.monotonic()
     while True:
         try:
             shown = asyncio.run(_show(client, job, shown))
             info = client.get_job_info(job)
-            heard = time.monotonic()
+            reached = time.monotonic()
         except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:
-            if time.monotonic() - heard > PATIENCE:
+            if time.monotonic() - reached > PATIENCE:
                 raise SubmissionFailed(f"no contact to the head for {PATIENCE:g} s ({error}); job {job} may go on") from error
             time.sleep(POLL)
             continue
         except KeyboardInterrupt:
             print(f"\njob {job} goes on", file=sys.stderr)
             return 0
+        if info.driver_exit_code is not None and info.status.is_terminal():
+            return int(info.driver_exit_code)
         if info.status.is_terminal():
-            return _end(info)
+            reason = (info.message or "no message").splitlines()[0]
+            print(f"rayloop: the job ended without an exit code: {info.status} ({reason})", file=sys.stderr)
+            return 1
         time.sleep(POLL)
 
 
@@ -167,11 +157,3 @@ async def _show(client: JobSubmissionClient, job: str, shown: int) -> int:
         seen += len(text)
         shown = max(shown, seen)
     return shown
-
-
-def _end(info: Any) -> int:
-    if info.driver_exit_code is not None:
-        return int(info.driver_exit_code)
-    reason = (info.message or "no message").splitlines()[0]
-    print(f"rayloop: the job ended without an exit code: {info.status} ({reason})", file=sys.stderr)
-    return 1

@@ -1,32 +1,29 @@
-"""``train``: train a policy, or continue a run."""
+"""``train``, ``try``, ``sft``, ``export`` and ``report``: train a policy, look at one row first, write the model and a page."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from rayloop.commands.arguments import add_cluster, add_run, cluster
-from rayloop.config.settings import dump
-from rayloop.launch.again import supervised
+from rayloop.commands.arguments import add_cluster, add_overrides, add_run, cluster
+from rayloop.config.settings import check_components, dump, load
+from rayloop.core.failures import ConfigError
+from rayloop.launch.restarts import supervised
 from rayloop.run.config import read
 from rayloop.run.preflight import preflight
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_train(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``train``."""
     add_run(parser, "steps=20 model.path=/models/qwen")
     add_cluster(parser)
-    parser.add_argument(
-        "--again",
-        type=int,
-        default=0,
-        metavar="N",
-        help="when the machines failed (exit code 69) start again by itself, up to N times, from the newest checkpoint",
-    )
+    parser.add_argument("--again", type=int, default=0, metavar="N", help="restart up to N times when machines fail (exit code 69)")
     parser.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=_train)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def _train(arguments: argparse.Namespace) -> int:
     if arguments.again:
         return supervised([sys.executable, "-m", "rayloop", *sys.argv[1:], "--again=0"], arguments.again)
     with cluster(arguments) as (address, temporary):
@@ -38,3 +35,73 @@ def run(arguments: argparse.Namespace) -> int:
         from rayloop.cluster.stages.train import train  # imports ray, which reads the environment
 
         return train(config, address, temporary)
+
+
+def add_try(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``try``, which shows one row as the model sees it, two answers, and the reward of each."""
+    add_run(parser, "rollout.sampling.max_tokens=200")
+    parser.add_argument("--row", type=int, metavar="N", help="row of data.train, counted from 1 (default: the first usable)")
+    parser.set_defaults(run=_try)
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    config = read(arguments.config, arguments.overrides)
+    preflight(config, trains=False)
+    from rayloop.cluster.stages.trial import try_row  # imports torch
+
+    return try_row(config, arguments.row)
+
+
+def add_sft(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``sft``: supervised steps on the answers of the training rows."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the stage (docs/sft.md)")
+    add_overrides(parser, "values to change, for example steps=200 output=runs/models/mine")
+    add_cluster(parser)
+    parser.set_defaults(run=_sft)
+
+
+def _sft(arguments: argparse.Namespace) -> int:
+    from rayloop.sft.stage import SftConfig
+
+    with cluster(arguments) as (address, temporary):
+        config = load(arguments.config, arguments.overrides, SftConfig)
+        check_components(config)
+        from rayloop.cluster.stages.sft import sft  # imports ray, which reads the environment
+
+        return sft(config, address, temporary)
+
+
+def add_export(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``export``, which writes a checkpoint as a folder that plain transformers loads."""
+    parser.add_argument("checkpoint", type=Path, help="run folder, checkpoint of a run, or model folder")
+    parser.add_argument("out", type=Path, help="new folder")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="bfloat16 halves the folder and rounds the weights"
+    )
+    parser.set_defaults(run=_export)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from rayloop.run.export import export  # imports torch
+
+    return export(arguments.checkpoint, arguments.out, arguments.dtype)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``report``, which writes a run's curves and trajectories as one HTML file."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: RUN_DIR/report.html")
+    parser.add_argument("--groups", type=int, default=200, metavar="N", help="recorded groups to show, evenly spread")
+    parser.add_argument("--files", action="store_true", help="write training_metrics.json and task_results/ into RUN_DIR as well")
+    parser.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from rayloop.view.page import write_files, write_page
+
+    if arguments.groups < 0:
+        raise ConfigError(f"--groups {arguments.groups}: expected 0 or more")
+    print(write_page(arguments.run_folder, arguments.out, arguments.groups))
+    for written in write_files(arguments.run_folder) if arguments.files else ():
+        print(written)
+    return 0

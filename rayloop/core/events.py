@@ -47,14 +47,14 @@ class Start(Event, by="cluster/stages/train.py"):
     """Versions of Python and of the main packages."""
 
 
-class Starting(Event, by="cluster/roles/services.py"):
+class Starting(Event, by="cluster/services.py"):
     """The actors are about to be started."""
 
     actors: Mapping[str, int]
     """Their number by role."""
 
 
-class Started(Event, by="cluster/roles/services.py"):
+class Started(Event, by="cluster/services.py"):
     """All actors are ready."""
 
     seconds: float
@@ -179,7 +179,7 @@ class FinishedEvent(Event, by="rayloop/run/reporter.py"):
     ledger: Mapping[str, int]
 
 
-class PreemptedEvent(Event, by="cluster/supervision/restart.py"):
+class PreemptedEvent(Event, by="cluster/loop/ending.py"):
     """The run was asked to stop, and is saved. To do: start it again; it continues."""
 
     ledger: Mapping[str, int]

@@ -1,7 +1,7 @@
-"""Typed failures: whose fault it was decides what happens next.
+"""Typed failures. The type decides what happens next.
 
-Data failures are deterministic (the task is quarantined), infrastructure failures are retried elsewhere, and neither is
-ever turned into a reward. A ``RayloopError`` that reaches the command line is printed as one paragraph.
+A task with a data failure is quarantined, infrastructure failures are retried elsewhere, and neither is ever turned into a
+reward. The command line prints a ``RayloopError`` as one paragraph.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 AGAIN = 69
-"""The exit code of a run that a failure of the machines ended: started again later it may well go on (sysexits: a service is
-unavailable). ``node --requeue`` does that."""
+"""The exit code of a run that a failure of machines ended (EX_UNAVAILABLE): it may be started again. ``node --requeue`` does so."""
 
 
 class Cause(StrEnum):
-    """What went wrong with an episode that the policy did not break."""
+    """The cause of an episode's failure, which is never the policy."""
 
     RAISED = "raised"
     """The environment, the engine or this software raised."""
@@ -32,7 +31,7 @@ class Cause(StrEnum):
 
 
 class Scope(StrEnum):
-    """What a failure says something about."""
+    """The part that a failure counts against."""
 
     EPISODE = "episode"
     """The task and the environment actor that played it."""
@@ -46,9 +45,9 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an episode was not played: a value, which the driver decides about (cluster/supervision/attempts.py).
+    """Why an episode was not played: a value for the driver (cluster/supervision/attempts.py).
 
-    ``retryable``: another actor may play it. ``why`` is for people; ``path`` is the file at fault of BAD_DATA.
+    ``retryable``: another actor may play it. ``why`` is for people; ``path`` is the file of BAD_DATA.
     """
 
     cause: Cause
@@ -59,7 +58,7 @@ class Failure:
 
     @property
     def of_actor(self) -> bool:
-        """Whether the environment actor, or the task on it, has to answer for it."""
+        """Whether it counts against the environment actor or the task."""
         return self.scope in (Scope.EPISODE, Scope.PROCESS)
 
 
@@ -70,7 +69,7 @@ class RayloopError(Exception):
 
 
 class ConfigError(RayloopError):
-    """The configuration cannot work: what was wrong, where (file and line), and what to do."""
+    """The configuration cannot work. The message says what was wrong, where (file and line), and what to do."""
 
     exit_code = 2
 
@@ -96,17 +95,11 @@ class Preempted(RayloopError):
 
 
 class NotSaved(RayloopError):
-    """The run was asked to stop, and its last steps could not be saved, or it had none and there is nothing to continue from.
-
-    The message says what a resume starts from.
-    """
+    """The run was asked to stop, and its last steps could not be saved. The message says what a resume starts from."""
 
 
 class DataFailure(RayloopError):
-    """A task that fails the same way each time: missing or corrupt image, image bomb, malformed row.
-
-    ``path`` names the file (and row) at fault.
-    """
+    """A task that always fails: missing or corrupt image, image bomb, malformed row. ``path`` names the file (and row)."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -156,10 +149,7 @@ class DeadlineExceeded(InfrastructureFailure):
 
 
 class EnvironmentFailed(InfrastructureFailure):
-    """An environment's own code raised, or returned what the protocol does not know.
-
-    ``bug``: in a way that does not depend on where it runs (a TypeError, not a full disk).
-    """
+    """An environment's code raised, or broke the protocol. ``bug``: on any machine (a TypeError, not a full disk)."""
 
     def __init__(self, why: str, bug: bool = False) -> None:
         super().__init__(why, bug)
@@ -170,10 +160,8 @@ class EnvironmentFailed(InfrastructureFailure):
 
 
 class EnvironmentHung(EnvironmentFailed):
-    """An environment's constructor, ``reset``, ``step`` or ``evaluate`` outlived its deadline; its process must go.
-
-    ``contained``: that was a process of its own (``isolation: process``), and is gone.
-    """
+    """A call of an environment outlived its deadline; its process must end. ``contained``: it was a process of its own
+    (``isolation: process``), and has ended."""
 
     def __init__(self, why: str, contained: bool = False) -> None:
         super().__init__(why)
@@ -181,8 +169,8 @@ class EnvironmentHung(EnvironmentFailed):
 
 
 class ToolDeadline(RayloopError):
-    """Raised by an environment's ``step``: what the policy's action set going outlived the tool's own deadline. The policy's doing:
-    the episode ends as ``tool_deadline`` and earns the failing value."""
+    """Raised by an environment's ``step``: the policy's action outlived the tool's deadline. The episode ends as ``tool_deadline``
+    with the failing value."""
 
 
 class WorkerStartFailed(RayloopError):
@@ -240,19 +228,19 @@ class CheckpointError(RayloopError):
 
 
 class CheckpointStorageFailed(CheckpointError):
-    """The storage of the checkpoints is full, read-only or away: nothing is wrong with them, and a later start may find it back."""
+    """The storage of the checkpoints is full, read-only or away: a later start may find it back."""
 
     exit_code = AGAIN
 
 
 class MachineFailed(InfrastructureFailure):
-    """Ray, a machine or its storage failed in a way that the run has no remedy for."""
+    """Ray, a machine or its storage failed beyond recovery."""
 
     exit_code = AGAIN
 
 
 class Unforeseen(RayloopError):
-    """An error that nobody gave a name: a bug, here or in what the run was given."""
+    """An error of no known type: a bug, in rayloop or in the user's code."""
 
 
 class Stalled(RayloopError):

@@ -8,7 +8,7 @@ from typing import Any
 from rayloop.core.events import Event
 
 
-class WaitingForResources(Event, by="cluster/roles/services.py"):
+class WaitingForResources(Event, by="cluster/services.py"):
     """The cluster has too little yet; nodes may still come. To do: join more nodes, or lower `actors` or `placement`."""
 
     lacks: str
@@ -25,30 +25,27 @@ class Changed(Event, by="cluster/driver.py"):
 
 
 class AlreadyDone(Event, by="rayloop/run/reporter.py"):
-    """The restored checkpoint has all the steps that were asked for, or its run had stopped early. To do: follow
-    `advice`, or leave it."""
+    """The restored checkpoint has all steps, or its run had stopped early. To do: follow `advice`, or leave it."""
 
     advice: str
     """Which key to raise."""
 
 
 class WarningEvent(Event, by="cluster/driver.py"):
-    """A configuration that works and is seldom meant, an older checkpoint that could not be removed, or a run that begins anew
-    since its checkpoints were removed. To do: change the key that `why` names, or bring back what it names, or leave it."""
+    """A configuration that is seldom meant, an old checkpoint that could not be removed, or a run that begins anew without its
+    checkpoints. To do: change or restore what `why` names, or leave it."""
 
     why: str
 
 
 class DataWarning(Event, by="rayloop/run/rows.py"):
-    """What may be wrong with a data file though its rows can be read (no answers, no images). To do: look at the file: `python -m
-    rayloop data validate CONFIG`."""
+    """A data file can be read, but lacks answers or images. To do: look at it: `python -m rayloop data validate CONFIG`."""
 
     why: str
 
 
 class Quarantined(Event, by="rayloop/run/reporter.py"):
-    """A training row failed and is left out. Shown on the terminal; on record in quarantine.jsonl. To do: repair the row; the run
-    goes on without it."""
+    """A training row failed and is left out; it is in quarantine.jsonl. To do: repair the row; the run goes on without it."""
 
     path: str
     """The file at fault, with its row."""
@@ -80,8 +77,7 @@ class LogprobWarning(Event, by="cluster/loop/weight_sync.py"):
 
 
 class ProbeFailed(Event, by="cluster/loop/weight_sync.py"):
-    """A task could not be played for one of these comparisons. To do: look at the task if it comes again; another one is
-    played."""
+    """A task could not be played for a comparison; another one is played. To do: look at the task if it comes again."""
 
     purpose: str
     """`log-prob check`, `drift`, or the group of parameters."""
@@ -96,8 +92,8 @@ class DriftUnknown(Event, by="cluster/loop/weight_sync.py"):
 
 
 class BroadcastFailedEvent(Event, by="cluster/loop/weight_sync.py"):
-    """The ranks and engines did not all meet, or the broadcast broke: this version went through the object store. To do: when it
-    comes again and again: check the network of the ranks."""
+    """The broadcast of this version failed, and it went through the object store. To do: if it comes again, check the ranks'
+    network."""
 
     version: str
     """`lineage.step`."""
@@ -105,8 +101,8 @@ class BroadcastFailedEvent(Event, by="cluster/loop/weight_sync.py"):
 
 
 class WeightsLost(Event, by="cluster/loop/weight_sync.py"):
-    """A new engine cannot have the synced weights: they went with the node that held them. They are synced again, by a new
-    policy if that went too. To do: nothing; find out why a node died."""
+    """The synced weights were lost with their node, and are synced again, by a new policy if that is lost too. To do: find out why
+    a node died."""
 
     version: str
     """`lineage.step`."""
@@ -126,8 +122,8 @@ class CheckpointFailed(Event, by="cluster/loop/saving.py"):
 
 
 class GraceTooShort(Event, by="rayloop/run/reporter.py"):
-    """The longest update and the longest checkpoint so far take more together than a stop allows: it might not be saved. Told once.
-    To do: raise `preemption.grace`, and what the scheduler allows, above `seconds`; or save more often, and to faster storage."""
+    """The longest update and the longest checkpoint together take more than a stop allows: it might not be saved. Emitted once. To
+    do: raise `preemption.grace`, and the scheduler's limit, above `seconds`; or save more often, and to faster storage."""
 
     seconds: float
     """Of both."""
@@ -136,9 +132,8 @@ class GraceTooShort(Event, by="rayloop/run/reporter.py"):
 
 
 class CheckpointDamaged(Event, by="rayloop/run/checkpoint.py"):
-    """A checkpoint cannot be restored: a file is not as it was written, or cannot be read. The run continues from an older one, and
-    the folder is called `NAME.damaged` from now on. To do: look at the storage (`why`); remove the folder, or rename it back when
-    the storage is well again."""
+    """A checkpoint cannot be restored: a file has changed, or cannot be read. The run continues from an older one; the folder is
+    renamed to `NAME.damaged`. To do: look at the storage (`why`); remove the folder, or rename it back after a repair."""
 
     checkpoint: str
     """The folder's name before."""
@@ -148,9 +143,8 @@ class CheckpointDamaged(Event, by="rayloop/run/checkpoint.py"):
 
 
 class NotWritten(Event, by="rayloop/run/reporter.py"):
-    """The storage refuses a file of the run folder: it is full, read-only or away. The run goes on. Records (`events.jsonl`,
-    `metrics.jsonl`, `quarantine.jsonl`) are held and written when there is room again, the newest 10,000 of each; samples of a step
-    are left out. Told once, and again only after it was well. To do: make room, or mount it again."""
+    """The storage refuses a file of the run folder: it is full, read-only or away. The run goes on; the newest 10,000 records of
+    each `*.jsonl` are written later, samples of a step are left out. Emitted once per outage. To do: make room, or mount it."""
 
     file: str
     """Which file."""
@@ -158,8 +152,7 @@ class NotWritten(Event, by="rayloop/run/reporter.py"):
 
 
 class EpisodeFailed(Event, by="cluster/supervision/attempts.py"):
-    """An episode failed through no fault of the policy: it is played again, or was given up. To do: read `why` if it comes again
-    and again: `excluded` tells how much."""
+    """An episode failed, not because of the policy: it is played again, or given up. To do: read `why` if many are `excluded`."""
 
     trajectory: str
     attempt: int
@@ -168,15 +161,14 @@ class EpisodeFailed(Event, by="cluster/supervision/attempts.py"):
 
 
 class PayloadLost(Event, by="rayloop/rollout/manager.py"):
-    """Scored trajectories whose data went with the node that held them: excluded, and others played instead. To do: nothing; find
-    out why a node died."""
+    """Scored trajectories were lost with their node: others are played instead. To do: find out why a node died."""
 
     trajectories: Sequence[str]
     """As `group/sample`."""
 
 
 class UnscoredEvent(Event, by="rayloop/grpo/alarms.py"):
-    """The first trajectory without a reward of each kind. To do: read `why`; an alarm tells when there are many."""
+    """The first trajectory without a reward of each kind. To do: read `why`; many of them raise an alarm."""
 
     trajectory: str
     task: str
@@ -205,15 +197,14 @@ class GraderError(Event, by="rayloop/grpo/alarms.py"):
 
 
 class Alarm(Event, by="rayloop/grpo/alarms.py"):
-    """A limit of `alarms` was passed. Again only after it was well. To do: find the cause, or raise the limit when you know
-    it."""
+    """A limit of `alarms` was passed; emitted once per passing. To do: find the cause, or raise the limit when you know it."""
 
     alarm: str
     """Which one, as below `alarms` in the configuration."""
     why: str
 
 
-class RolloutsNotWritten(Event, by="cluster/supervision/scoring.py"):
+class RolloutsNotWritten(Event, by="cluster/supervision/calls.py"):
     """The sampled rollouts of a group could not be described: they lack in `rollouts/`."""
 
     group: int
@@ -222,19 +213,18 @@ class RolloutsNotWritten(Event, by="cluster/supervision/scoring.py"):
 
 
 class WorkerLostEvent(Event, by="cluster/supervision/pool.py"):
-    """An actor died, hung or is sick. It is ended, and another takes its place. To do: nothing while replacements serve; read
-    `why` when it comes again and again."""
+    """An actor died, hung or is sick, and is replaced. To do: nothing while replacements serve; read `why` if it comes again."""
 
     role: str
     worker: int
     why: str
     node: str = ""
-    """Host name and address of the node that it was on; empty where that is not known."""
+    """Host name and address of its node; empty when unknown."""
 
 
 class NodeLost(Event, by="cluster/supervision/nodes.py"):
-    """A node is gone with every actor on it; all are replaced where there is room, which costs one unit of one budget. To do:
-    nothing while others have room; bring the node back, or join another."""
+    """A node is gone with its actors; all are replaced where there is room, at the cost of one replacement. To do: nothing while
+    others have room; bring the node back, or join another."""
 
     name: str
     """Its host name and address."""
@@ -243,12 +233,12 @@ class NodeLost(Event, by="cluster/supervision/nodes.py"):
     roles: Mapping[str, int]
     """How many actors of each role were on it."""
     workers: Mapping[str, Sequence[int]]
-    """Serial numbers of those that were in service, by role: they have no `worker_lost`. The policy tells of its own loss."""
+    """Serial numbers of its workers by role, which have no `worker_lost`. The policy has `policy_lost`."""
 
 
 class NodeAvoided(Event, by="cluster/supervision/nodes.py"):
-    """Actors failed again and again on a node that lives: those that are replaced go elsewhere if there is room, for twenty
-    minutes, and what they had reserved, such as a bad GPU, is given to nobody. To do: look at the node; drain it."""
+    """Actors failed repeatedly on a node that lives: their replacements go elsewhere if there is room, for twenty minutes, and no
+    actor gets their resources, such as a bad GPU. To do: look at the node; drain it."""
 
     name: str
     """Its host name and address."""
@@ -259,15 +249,14 @@ class NodeAvoided(Event, by="cluster/supervision/nodes.py"):
 
 
 class ReplacementFailed(Event, by="cluster/supervision/pool.py"):
-    """The replacement of an actor did not start; another is tried. To do: read `why`; `recovery.replacements` bounds how often in
-    an hour."""
+    """The replacement of an actor did not start; another is tried (`recovery.replacements` per hour). To do: read `why`."""
 
     role: str
     worker: int
     """The serial number of the one that was lost."""
     why: str
     node: str = ""
-    """Host name and address of the node on which it came so far as to answer; empty where that is not known."""
+    """Host name and address of its node; empty when unknown."""
 
 
 class WorkerReplaced(Event, by="cluster/supervision/pool.py"):
@@ -278,12 +267,12 @@ class WorkerReplaced(Event, by="cluster/supervision/pool.py"):
     """The serial number of the one that was lost."""
     seconds: float
     node: str = ""
-    """Host name and address of the node that the replacement is on; empty where that is not known."""
+    """Host name and address of the replacement's node; empty when unknown."""
 
 
 class PolicyLostEvent(Event, by="cluster/driver.py"):
-    """A rank of the policy died or hangs: all ranks are replaced, and the run goes on from its newest checkpoint. To do: nothing
-    the first time; then read `why` and the ranks' files in `logs/`."""
+    """A rank of the policy died or hangs: all ranks are replaced, and the run goes on from its newest checkpoint. To do: the second
+    time, read `why` and the ranks' files in `logs/`."""
 
     why: str
     nodes: Sequence[str] = ()
@@ -299,8 +288,7 @@ class PolicyRebuilt(Event, by="cluster/driver.py"):
 
 
 class DriverLostEvent(Event, by="cluster/stages/train.py"):
-    """The driver died: another one goes on from the newest checkpoint. To do: nothing the first time; then look whether its node
-    lacks memory."""
+    """The driver died: another one goes on from the newest checkpoint. To do: the second time, check the memory of its node."""
 
     restarts: int
     """How often it had been replaced before."""
@@ -310,9 +298,8 @@ class DriverLostEvent(Event, by="cluster/stages/train.py"):
 
 
 class Silent(Event, by="cluster/supervision/watchdog.py"):
-    """An actor answers nothing, not even which machine it is on: its process is stopped, or hangs, or its machine does. It is
-    replaced when the deadline of the awaited call is over. Emitted once, and again only after it answered. To do: look at its
-    process (`python -m rayloop stacks RUN`) and its machine."""
+    """An actor answers no call: its process or machine is stopped or hangs. It is replaced at the deadline of the awaited call.
+    Emitted once per silence. To do: look at its process (`python -m rayloop stacks RUN`) and its machine."""
 
     actor: str
     """Its role and slot: `rollout 0`, `policy rank 1`."""
@@ -323,8 +310,8 @@ class Silent(Event, by="cluster/supervision/watchdog.py"):
 
 
 class DriverSilent(Event, by="cluster/stages/train.py"):
-    """The driver answers nothing: its process is stopped, or hangs, or its machine does. It is given up, and another takes its
-    place, after `recovery.stall_timeout`. To do: look at its process (`python -m rayloop stacks RUN`) and its machine."""
+    """The driver answers no call: its process or machine is stopped or hangs. It is replaced after `recovery.stall_timeout`. To do:
+    look at its process (`python -m rayloop stacks RUN`) and its machine."""
 
     seconds: float
     """How long an answer has been awaited."""
@@ -333,8 +320,7 @@ class DriverSilent(Event, by="cluster/stages/train.py"):
 
 
 class StalledEvent(Event, by="cluster/supervision/watchdog.py"):
-    """Nothing that the driver waits for has ended for a while. To do: read `stacks` of what is `awaited`; the run ends at
-    `recovery.stall_timeout`."""
+    """No wait of the driver has ended for a while. To do: read `stacks`; the run ends at `recovery.stall_timeout`."""
 
     phase: str
     """What the driver is doing."""

@@ -211,7 +211,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 PLUMBING = (
-    "rayloop/config/settings.py", "rayloop/rewards/functions.py", "rayloop/rewards/outcomes.py", "rayloop/core/threads.py",
+    "rayloop/config/settings.py", "rayloop/rewards/functions.py", "rayloop/rewards/functions.py", "rayloop/core/threads.py",
     "rayloop/envs/episode.py", "rayloop/envs/instance.py", "rayloop/envs/worker.py",
     "actors/reward.py", "cluster/stages/trial.py",
 )  # fmt: skip

@@ -1,20 +1,35 @@
-"""The order in which a run visits the tasks of its dataset."""
+"""The order in which a run visits the tasks of its dataset, and which of them stand for all."""
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from rayloop.core.failures import CheckpointError
-from rayloop.core.types import derive
+from rayloop.core.types import Task, derive
+
+
+def evenly(tasks: Sequence[Task], limit: int | None) -> list[Task]:
+    """``limit`` of the tasks (None: all), in their order: as many of each data source where possible, evenly spread."""
+    if limit is None or limit >= len(tasks):
+        return list(tasks)
+    sources: dict[str, list[int]] = defaultdict(list)
+    for index, task in enumerate(tasks):
+        sources[task.source].append(index)
+    chosen, left = list[int](), limit
+    ascending = sorted(sources.values(), key=len)
+    for position, rows in enumerate(ascending):  # what a small source lacks, the larger ones get
+        share = min(len(rows), left // (len(ascending) - position))
+        chosen += [rows[n * len(rows) // share] for n in range(share)]
+        left -= share
+    return [tasks[index] for index in sorted(chosen)]
 
 
 class TaskCursor:
-    """Which task comes next: each epoch is a permutation of 0 .. count - 1 that follows from the seed and the epoch.
-
-    ``tiers`` [count]: the first epoch visits those of the lowest tier first, and so on; empty: all are alike.
-    """
+    """The index of the next task: each epoch is a permutation of 0 .. count - 1 that follows from seed and epoch. With ``tiers``
+    [count] the first epoch visits the lowest tier first."""
 
     def __init__(self, count: int, seed: int, shuffle: bool = True, tiers: Sequence[int] = ()) -> None:
         if count < 1:

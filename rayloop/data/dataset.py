@@ -1,7 +1,4 @@
-"""Datasets: rows of a JSONL or parquet file as tasks.
-
-A row that cannot become a task is quarantined with its file, line and reason, or ends the run when ``strict`` is set.
-"""
+"""Rows of a JSONL or parquet file as tasks. A row that cannot become a task is quarantined with its place and the reason."""
 
 from __future__ import annotations
 
@@ -38,18 +35,17 @@ _LONGEST_PATH = 4096
 class Reader(Protocol):
     """Turns one row into a task. ``where`` is the row's file:line; relative image paths start at ``root``.
 
-    A task whose ``environment`` it leaves empty gets the text in the row's column of that name. Raises DataFailure.
-    """
+    A task whose ``environment`` is empty gets the text in the row's column of that name. Raises DataFailure."""
 
-    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task: ...
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row as a task."""
 
 
 class Dataset:
-    """The tasks of one file, read when made; images are not opened.
+    """The tasks of one file, read when made; images are not opened. ``quarantine`` receives every row left out.
 
-    ``quarantine`` is told of every row left out (``path`` is its file:line). ``kinds`` of environment may be named by rows; empty:
-    what rows name means nothing. Raises ConfigError when the file is missing, no row is left, two rows share an id, or one names
-    another kind; with ``strict`` DataFailure at the first bad row.
+    Rows may name one of ``kinds`` of environment, if there are any. Raises ConfigError when the file is missing, no row is
+    left, two rows share an id, or one names another kind; with ``strict`` DataFailure at the first bad row.
     """
 
     def __init__(
@@ -177,6 +173,7 @@ class ChatRows:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row as a task. Raises DataFailure."""
         prompt = self._settings.prompt
         if prompt not in row:
             present = ", ".join(list(row)[:20]) or "none"
@@ -257,11 +254,8 @@ def field(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
-    """An image column's entry: a path (relative to ``root`` unless absolute), a data URL, base64 or bytes, as such, or in a
-    mapping as ``image``, ``path`` or ``bytes``.
-
-    Raises DataFailure for anything else, URLs included: nothing is downloaded.
-    """
+    """An image column's entry: a path (relative to ``root`` unless absolute), a data URL, base64 or bytes, also in a mapping as
+    ``image``, ``path`` or ``bytes``. Raises DataFailure for anything else, URLs included: nothing is downloaded."""
     value: Any = entry
     if isinstance(entry, Mapping):
         value = next((entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None)

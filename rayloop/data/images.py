@@ -6,14 +6,16 @@ import errno
 import hashlib
 import io
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rayloop.core.failures import DataFailure, ImageRefused, InfrastructureFailure
-from rayloop.core.types import ImageRef, ImageSource
+from rayloop.core.threads import Cache
+from rayloop.core.types import ImageRef, ImageSource, PromptImage
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _OTHERS = {start: f"it is a {name}; convert it" for start, name in
@@ -39,16 +41,16 @@ class ImageGeometry:
 
     @property
     def factor(self) -> int:
+        """Pixels of the side of an image token."""
         return self.patch * self.merge
 
 
 def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, int, int]:
     """The encoded bytes of an intact image, its width and height in pixels (EXIF orientation applied).
 
-    The header is read first, so that an image of more than ``limit_pixels`` is refused before any pixel is decoded.
-
-    Raises DataFailure (missing, unreadable, truncated, not PNG/JPEG/WebP), its subclass ImageRefused (too many pixels,
-    aspect ratio above 200) and InfrastructureFailure (the file system failed, not the file).
+    The header is read first: an image of more than ``limit_pixels`` is refused before any pixel is decoded. Raises DataFailure
+    (missing, unreadable, truncated, not PNG/JPEG/WebP), its subclass ImageRefused (too many pixels, aspect ratio above 200) and
+    InfrastructureFailure (the file system failed, not the file).
     """
     name = source.path or "image bytes"
     data = read(source)
@@ -74,8 +76,7 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
 
 
 def read(source: ImageSource) -> bytes:
-    """The encoded bytes, unchecked. Raises DataFailure when the file is missing or unreadable, InfrastructureFailure when the file
-    system fails."""
+    """The encoded bytes, unchecked. Raises DataFailure for an unreadable file, InfrastructureFailure when the file system fails."""
     if source.data is not None:
         return source.data
     if source.path is None:
@@ -112,10 +113,8 @@ def tinted(data: bytes, strength: float) -> bytes:
 def smart_resize(
     height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 14 * 14 * 4 * 1280
 ) -> tuple[int, int]:
-    """(height, width) after Qwen2-VL's resize: multiples of ``factor``, area in the range, aspect ratio nearly kept.
-
-    Source: ``smart_resize`` of transformers' Qwen2-VL image processor; equal to it by test.
-    """
+    """(height, width) after ``smart_resize`` of transformers' Qwen2-VL: multiples of ``factor``, area in the range. Equal by
+    test."""
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
@@ -129,10 +128,7 @@ def smart_resize(
 
 
 def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, sha256: str | None = None) -> ImageRef:
-    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2.
-
-    ``sha256``: of ``data``, where it is known.
-    """
+    """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2."""
     rows, columns = smart_resize(height, width, geometry.factor, geometry.min_pixels, geometry.max_pixels)
     grid = (1, rows // geometry.patch, columns // geometry.patch)
     tokens = math.prod(grid) // geometry.merge**2
@@ -141,3 +137,52 @@ def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, sha
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, Image.DecompressionBombError)
 """What PIL raises on malformed files, depending on where they break."""
+
+
+KEPT = 128 << 20
+"""Bytes of images that are kept: tinted ones, and those of observations that are files. Of others only the reference is kept."""
+NAME = 1 << 10
+"""Bytes that an image without its content is taken to need."""
+
+
+_File = tuple[str, int, int, int]
+"""Path, inode, time of change and size of a file: equal ones have equal content."""
+
+
+class PromptImages:
+    """The images of prompts for one model: each content is probed, tinted (``model.position_tint``) and hashed once. Thread-safe.
+    ``kept``: bytes beyond which the least recently shown are read again."""
+
+    def __init__(self, geometry: ImageGeometry, tint: float = 0.0, max_pixels: int = MAX_PIXELS, kept: int = KEPT) -> None:
+        self._geometry, self._tint, self._max_pixels = geometry, tint, max_pixels
+        self._seen: Cache[tuple[_File | str, bool], PromptImage] = Cache(kept, lambda image: NAME + len(image.data or b""))
+
+    def of(self, source: ImageSource, *, keep_file: bool) -> PromptImage:
+        """The image; without its bytes for an untinted file that the engine reads itself (``keep_file``). Raises as ``probe``."""
+        keep_file = keep_file and source.data is None and not self._tint
+        sha256 = None if source.data is None else hashlib.sha256(source.data).hexdigest()
+        what = sha256 or _file(source.path)
+
+        def look() -> PromptImage:
+            return self._look(source, sha256, keep=source.data is None and not keep_file)
+
+        seen = look() if what is None else self._seen.made((what, keep_file), look)
+        if keep_file:
+            return replace(seen, ref=replace(seen.ref, path=source.path))
+        return seen if seen.data is not None else replace(seen, data=source.data)
+
+    def _look(self, source: ImageSource, sha256: str | None, *, keep: bool) -> PromptImage:
+        """``keep`` its bytes too, because nobody else does; nobody has those of a tinted one."""
+        data, width, height = probe(source, self._max_pixels)
+        if self._tint:
+            data, sha256, keep = tinted(data, self._tint), None, True
+        return PromptImage(image_ref(data, width, height, self._geometry, sha256), data if keep else None)
+
+
+def _file(path: str | None) -> _File | None:
+    """None for what cannot be looked at: ``probe`` says why."""
+    try:
+        found = os.stat(path or "")
+    except (OSError, ValueError):
+        return None
+    return path or "", found.st_ino, found.st_mtime_ns, found.st_size

@@ -1,4 +1,4 @@
-"""The rows of a data file, JSONL or parquet, with the place of each; and, of a file of another shape, what it is instead."""
+"""The rows of a data file, JSONL or parquet, with the place of each; a file of another shape is refused with advice."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import Any
 from rayloop.core.failures import ConfigError, DataFailure
 
 _HEAD = 2**20
-"""Bytes from which the shape of a file is told."""
+"""Bytes that show the shape of a file."""
 _NEEDED = "one JSON object per line is needed"
 
 
 def rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of each row; a line that cannot be parsed comes as the DataFailure that says why.
-
-    Raises ConfigError when the file is missing, or as a whole something else than JSONL or parquet.
-    """
+    """(file:line, row) of each row; a line that cannot be parsed comes as the DataFailure that says why. Raises ConfigError when
+    the file is missing, or neither JSONL nor parquet."""
     if not path.is_file():
         raise ConfigError(f"{path} is no file; data files are JSONL or parquet")
     if path.suffix == ".parquet":
@@ -38,7 +36,7 @@ def rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _other_shape(path: Path) -> str:
-    """What the file is instead of JSONL and what to do, told from its beginning; empty when it may be JSONL."""
+    """What the file is instead of JSONL and what to do, by its beginning; empty when it may be JSONL."""
     with open(path, "rb") as file:
         head = file.read(_HEAD)
     if head.startswith(b"\x1f\x8b"):

@@ -10,7 +10,7 @@ from statistics import median
 
 from rayloop.config.settings import Component
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import ImageSource, Task
+from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 
@@ -20,8 +20,7 @@ Length = Callable[[Task], int]
 
 @dataclass
 class Checked:
-    """What was found in a file. ``rows``: what a row shows (texts and images, by hash) -> where it first stands; ``images``: the
-    same of each image alone."""
+    """The problems of a file, and the place of the first row with each content (``rows``) and each image (``images``), by hash."""
 
     path: Path
     problems: int = 0
@@ -29,18 +28,10 @@ class Checked:
     images: dict[str, str] = field(default_factory=dict)
 
 
-def validate(path: Path, reader: Component, kinds: Collection[str] = ()) -> int:
-    """Check one file and print what is wrong. Returns 0 when all rows are usable, else 1. Raises as ``check`` does."""
-    return 1 if check(path, reader, kinds).problems else 0
-
-
 def check(path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0) -> Checked:
-    """Read every row with ``reader`` and open its images; print each bad row with file, row and reason.
-
-    With ``length``, a prompt of more than ``limit`` tokens is a problem too, since a run leaves it out; rows that repeat another
-    are counted, and are none. Raises ConfigError when the file or the reader cannot be used at all, or a row names none of the
-    ``kinds`` of environment, if there are any.
-    """
+    """Read every row with ``reader`` and open its images; print each bad row with place and reason. A prompt of more than ``limit``
+    tokens by ``length`` is bad too. Raises ConfigError when the file or the reader cannot be used, or a row names another
+    environment than ``kinds``, if there are any."""
     found, lengths, repeated = Checked(path), list[int](), list[str]()
 
     def report(failure: DataFailure) -> None:
@@ -52,7 +43,7 @@ def check(path: Path, reader: Component, kinds: Collection[str] = (), length: Le
     for task in dataset:
         where = dataset.where(task)
         try:
-            shown = [_hash(image) for image in task.images]
+            shown = [hashlib.sha256(probe(image)[0]).hexdigest() for image in task.images]
             if length is not None:
                 lengths.append(length(task))
                 if lengths[-1] > limit:
@@ -96,13 +87,8 @@ def unusable_images(task: Task, where: str) -> Iterator[DataFailure]:
             yield DataFailure(where, str(failure))
 
 
-def _hash(image: ImageSource) -> str:
-    return hashlib.sha256(probe(image)[0]).hexdigest()
-
-
 def _row(task: Task, images: Sequence[str]) -> str:
-    """Of the same question about the same images, whatever its id. A task of an environment's own (a page and its seed) differs by
-    its ``extra``."""
+    """The hash of a question and its images, whatever its id; of a task of an environment's own also of its ``extra``."""
     texts = [part for message in task.messages for part in message.parts if isinstance(part, str)]
     own = {name: value for name, value in task.extra.items() if name not in ("id", "root", "index", "split")}
     return hashlib.sha256(repr((texts, images, "" if images else sorted(map(str, own.items())))).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""``doctor``: what would go wrong on this machine, or with this configuration, each finding with its remedy."""
+"""``doctor``: problems of this machine and of a configuration, each with its remedy."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rayloop.core.failures import ConfigError, DeadlineExceeded
 from rayloop.core.threads import in_thread
-from rayloop.doctor import isolation, machine, network, software
+from rayloop.doctor import machine, network, software
 from rayloop.doctor.finding import Finding
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.estimate.shape import Shape, read_shape
-from rayloop.launch.addresses import this_node
+from rayloop.launch.network import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total
@@ -39,7 +39,8 @@ def checks(
     joined = [network.place(address)[0]] if address and address not in ("auto", "local") else []
     internal = dict.fromkeys(["localhost", "127.0.0.1", socket.gethostname(), *([node] if node else []), *joined])
     alone = config is not None and address is None
-    kept = config.checkpoint.keep + 1 if config else 0
+    output, kept = (Path(config.output) / config.name, config.checkpoint.keep + 1) if config else (Path(), 0)
+    wanted = total(bundles(config)).get("GPU", 0.0) if config and alone else 0.0
     store = store_wanted(config, model.parameters if model else 0) if config and alone else OBJECT_STORE
     tested = software.fitting_set()
     return {
@@ -48,30 +49,20 @@ def checks(
         "configuration": partial(configuration, config),
         "shared memory": partial(machine.shared_memory, SHARED_MEMORY, store),
         "memory": partial(machine.memory, tensor_bytes(config, model) if config and alone and model else 0),
-        "disk": partial(
-            machine.disk,
-            Path(config.output) / config.name if config else Path(),
-            checkpoint_bytes(config, model) if config and model else None,
-            kept,
-        ),
+        "disk": partial(machine.disk, output, checkpoint_bytes(config, model) if config and model else None, kept),
         "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), store),
         "open files": partial(machine.open_files, *resource.getrlimit(resource.RLIMIT_NOFILE)),
         "cores": partial(machine.cores, len(os.sched_getaffinity(0)), environment),
-        "gpus": partial(
-            machine.gpus,
-            total(bundles(config)).get("GPU", 0.0) if config and alone else 0.0,
-            software.installed_version("torch"),
-            environment,
-        ),
+        "gpus": partial(machine.gpus, wanted, software.installed_version("torch"), environment),
         "ports": partial(network.ports, ports),
         "proxies": partial(network.proxies, environment, internal),
         "ray address": partial(network.ray_address, address),
         "token": partial(network.token, environment, token_file, Path.home()),
         "dashboard": partial(network.dashboards, {network.DASHBOARD, *ports}, address, node),
-        "sandbox": partial(isolation.sandbox),
-        "browser": partial(isolation.browser),
-        "desktop": partial(isolation.desktop),
-        "scheduler": partial(isolation.scheduler, environment),
+        "sandbox": partial(software.sandbox),
+        "browser": partial(software.browser),
+        "desktop": partial(software.desktop),
+        "scheduler": partial(software.scheduler, environment),
     }
 
 
@@ -85,7 +76,7 @@ async def examine(checks: Mapping[str, Callable[[], list[Finding]]], deadline: f
             remedy = "look at what it looks at by hand: a network file system or a command hangs"
             return [Finding("error", f"the check gave {error}", remedy)]
         except Exception as error:
-            remedy = "see the message; without a reason in this machine it is a mistake in doctor"
+            remedy = "see the message; if nothing is wrong with this machine, it is an error of doctor"
             return [Finding("error", f"the check failed: {type(error).__name__}: {error}", remedy)]
 
     return dict(zip(checks, await asyncio.gather(*map(one, checks.values())), strict=True))

@@ -44,10 +44,9 @@ def shared_memory(folder: Path, store: int) -> list[Finding]:
 
 
 def disk(output: Path, needed: int | None, kept: int) -> list[Finding]:
-    """Whether the folder can be written, and room for checkpoints of ``needed`` bytes each, of which ``kept`` exist at once while
-    one is written: error; storage that takes seconds for a little: warning.
+    """Whether the folder can be written and has room for ``kept`` checkpoints of ``needed`` bytes (error), fast enough (warning).
 
-    ``output``: the run's folder; what its checkpoints take already counts as free. ``needed`` None: not known.
+    ``output``: the run's folder; its present checkpoints count as free. ``needed`` None: unknown.
     """
     there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     try:
@@ -83,8 +82,7 @@ def _written(folder: Path) -> float:
 
 
 def memory(needed: int, limited: Callable[[], MemoryLimit | None] = memory_limit) -> list[Finding]:
-    """Memory for ``needed`` bytes of tensors (error) and for Ray (warning), in the machine and below the limits of its control
-    groups and the Slurm job."""
+    """Memory for ``needed`` bytes of tensors (error) and for Ray (warning), below all limits of this process."""
     limit = limited()
     available = psutil.virtual_memory().available
     found = f"{size(available)} available of {size(psutil.virtual_memory().total)}"

@@ -11,19 +11,19 @@ import urllib.request
 from collections.abc import Collection, Iterable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import psutil
 
 from rayloop.doctor.finding import Finding
-from rayloop.launch.addresses import CONNECT, unreachable
+from rayloop.launch.network import CONNECT, unreachable
 
 DASHBOARD = 8265
 PORTS = {6379: ("GCS", "--port"), DASHBOARD: ("dashboard", "--dashboard-port"), 10001: ("Ray client", "--ray-client-server-port")}
 """Ray's defaults: what it is for, and the option of ``ray start`` that chooses another."""
 RAYS_OWN = re.compile(r"/gcs_server\b|/raylet\b|ray/dashboard|ray\.util\.client|^ray::")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-SCHEME_PORTS = {"": 6379, "ray": 10001, "http": DASHBOARD, "https": 443}
+SCHEME_PORTS = {"ray": 10001, "http": DASHBOARD, "https": 443}
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where Ray notes the address of the cluster that was started last on this machine; read for the address ``auto``."""
 
@@ -69,8 +69,7 @@ def proxies(environment: Mapping[str, str], internal: Iterable[str]) -> list[Fin
             named.setdefault(value, []).append(variable)
     findings = []
     for value, variables in named.items():
-        url = urlsplit(value if "//" in value else f"http://{value}")
-        host, port = url.hostname or "", _port(url, 443 if url.scheme == "https" else 80)
+        host, port = place(value, {"https": 443}, 80)
         names = f"{', '.join(variables)} ({host}:{port})"  # never the user and password in it
         if problem := unreachable(host, port):
             remedy = f"unset {' '.join(variables)}, or name a proxy that works: downloads and loggers go through it"
@@ -92,17 +91,14 @@ def _excepted(host: str, excepted: str) -> bool:
     return "*" in entries or any(host == entry or host.endswith(f".{entry}") for entry in entries)
 
 
-def _port(url: SplitResult, default: int) -> int:
-    try:
-        return url.port or default
-    except ValueError:
-        return default
-
-
-def place(address: str) -> tuple[str, int]:
-    """Host and port of a Ray address: ``HOST:PORT``, ``ray://HOST:PORT`` or ``http://HOST:PORT``."""
+def place(address: str, defaults: Mapping[str, int] = SCHEME_PORTS, default: int = 6379) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT``, ``ray://HOST:PORT`` or ``http://HOST:PORT``; without a port that of the scheme."""
     url = urlsplit(address if "//" in address else f"//{address}")
-    return url.hostname or "", _port(url, SCHEME_PORTS.get(url.scheme, 6379))
+    try:
+        named = url.port
+    except ValueError:
+        named = None
+    return url.hostname or "", named or defaults.get(url.scheme, default)
 
 
 def ray_address(address: str | None, current: Path = CURRENT_CLUSTER) -> list[Finding]:
@@ -159,7 +155,7 @@ def _token_file(file: Path) -> list[Finding]:
 def dashboards(candidates: Collection[int], address: str | None, node: str | None) -> list[Finding]:
     """Ray dashboards that answer without a token, here and at the cluster's address: warning unless only this machine reaches them.
 
-    ``candidates``: ports of this machine where one may listen. ``node``: the machine's own address.
+    ``candidates``: ports of this machine; ``node``: its own address.
     """
     findings = []
     for url in _dashboard_urls(candidates, address, node):

@@ -45,7 +45,7 @@ from rayloop.core.types import (
     Turn,
     derive,
 )
-from rayloop.envs.first_prompts import FirstPrompts
+from rayloop.envs.episode import FirstPrompts
 from rayloop.envs.forgetting import Exchange, begun_anew
 from rayloop.envs.instance import Instance
 from rayloop.envs.settings import EpisodeSettings

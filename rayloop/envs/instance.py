@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rayloop.core.failures import DeadlineExceeded, EnvironmentFailed
 from rayloop.core.protocols import Environment
 from rayloop.core.threads import OwnerThread, contained
-from rayloop.envs.toolkit import schemas
+from rayloop.envs.tools import schemas
 
 
 class Instance(Protocol):

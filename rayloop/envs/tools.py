@@ -17,7 +17,7 @@ from rayloop.core.failures import DeadlineExceeded, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
 from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.toolkit import Schema, schema
+from rayloop.envs.tools import Schema, schema
 
 _INSTRUCTIONS = """\
 # Tools

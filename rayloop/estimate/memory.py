@@ -19,22 +19,21 @@ BYTES = {"float32": 4, "bfloat16": 2}
 MASTER, ADAM = 4, 8
 """Bytes of a parameter's master weight and gradient (float32), and of AdamW's two moments."""
 LIGHT, HEAVY = 180 * 2**20, 700 * 2**20
-"""Resident bytes of a process without a model: driver, environment, reward; and of those with torch, which
-compute: measured on a CPU (docs/choosing_settings.md)."""
+"""Resident bytes, measured on a CPU, of a process without a model (driver, environment, reward) and of one with torch."""
 PATCHES = 4
 """Patches of the vision tower for one image token, in Qwen-VL."""
 LOGITS = 5
 """Copies of a chunk's logits in float32 that exist at once: themselves, masked, their log-softmax, its gradient and theirs."""
 ACTIVATIONS, LEAST = 4, 1024
-"""Activations of a micro-batch that nobody has sized get this part of a CPU's memory (1/n), and have so many tokens at least."""
-PUBLICATIONS = 3
-"""Of the weights that lie in the object store at once. Their pages count for each process that has them mapped, by its share."""
+"""The activations of a micro-batch without a configured size get 1/ACTIVATIONS of a CPU's memory, and LEAST tokens or more."""
+SYNCS = 3
+"""Copies of the weights in the object store at once. Their pages count for each process that has them mapped, by its share."""
 HOST = ("process", "published")
-"""Parts of a role with GPUs that do not lie there."""
+"""Parts of a role with GPUs that are in main memory."""
 
 GIB = 2**30
 CARDS = {24: 23.5, 40: 39.4, 48: 47.4, 80: 79.1, 141: 139.8}
-"""GB by which a card is called -> GiB that it has."""
+"""GB in the name of a card -> GiB that it has."""
 CONTEXT = 1.0
 """GiB of CUDA itself in each process."""
 
@@ -59,12 +58,13 @@ class Role:
 
     @property
     def bytes(self) -> int:
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a trajectory: of what the policy reads, of what it writes, and how many of those it reads stand for images."""
+    """Tokens of a trajectory: read, written, and those of ``prompt`` that stand for images."""
 
     prompt: int
     response: int
@@ -72,13 +72,14 @@ class Lengths:
 
     @property
     def whole(self) -> int:
+        """Tokens of the trajectory."""
         return self.prompt + self.response
 
 
 def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[Role]:
-    """One entry for each role, for trajectories of these lengths.
+    """One entry for each role, for trajectories of these lengths. On GPUs the parts but ``HOST`` lie there.
 
-    On GPUs the parts but ``HOST`` lie there. Fragmentation, communication and compiled graphs are not in it: leave a fifth free.
+    Leave a fifth free for fragmentation, communication and compiled graphs, which are not counted.
     """
     policy, rollout, environment, reward = config.policy, config.rollout, config.environment, config.reward
     roles = [
@@ -95,10 +96,9 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[Role]:
 
 
 def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
-    """Of one rank: FSDP keeps a part of weights, gradients and moments, and the activations of its own micro-batch.
+    """Bytes of one rank: its part of weights, gradients and moments (FSDP), and the activations of its micro-batch.
 
-    Members of a group share their prompt in a micro-batch (of several turns each has its own observations), which is no longer than
-    what a rank has of an update.
+    Members of a group share their prompt in a micro-batch, unless an episode has several turns with observations of their own.
     """
     engine, ranks, algorithm = config.policy.engine, config.policy.ranks, config.algorithm
     trained = shape.trained(engine)
@@ -130,13 +130,13 @@ def _published(config: RunConfig, shape: Shape) -> int:
     engine = config.engine
     if not engine.holds_model:
         return 0
-    return PUBLICATIONS * shape.parameters * BYTES[engine.dtype] // (1 + config.rollout.actors)
+    return SYNCS * shape.parameters * BYTES[engine.dtype] // (1 + config.rollout.actors)
 
 
 def fitted(engine: FsdpSettings, shape: Shape, ranks: int, on_gpu: bool, machine: int | None = None) -> FsdpSettings:
-    """The settings with a micro-batch that ``machine`` has room for, if none is named and the ranks compute on CPUs.
+    """The settings with a micro-batch for ``machine`` bytes (None: this one's limit), if none is named and ranks use CPUs.
 
-    ``machine``: bytes; None: what this one lets a process have. Half of the tokens may stand for images.
+    Half of the tokens may stand for images.
     """
     if engine.micro_batch_tokens is not None or on_gpu:
         return engine
@@ -152,7 +152,7 @@ def fitted(engine: FsdpSettings, shape: Shape, ranks: int, on_gpu: bool, machine
 
 
 def with_micro_batch(config: RunConfig) -> RunConfig:
-    """The run with micro-batches that are ``fitted`` to this machine; unchanged where nobody knows how large its model is."""
+    """The run with micro-batches that are ``fitted`` to this machine; unchanged for a model of unknown size."""
     policy = config.policy
     try:
         shape = read_shape(config.model.path, config.model.revision)
@@ -192,8 +192,7 @@ def _pixels(vision: Mapping[str, Any]) -> int:
 
 
 def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int], int]:
-    """Of one engine: its weights, and the cache of as many sequences as it decodes together, no more than a step can ask of it; and
-    what of that cache it can do without."""
+    """Bytes of one engine: weights, and the cache of the sequences decoded together; and the part of that cache to spare."""
     engine = config.engine
     if not engine.holds_model:
         return {"process": HEAVY}, 0

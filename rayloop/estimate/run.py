@@ -1,8 +1,4 @@
-"""Steps, trajectories, tokens and time of a run.
-
-An epoch is rows * group_size / trajectories of a step = rows / groups_per_step steps: a step's batch counts completions, so more
-answers for a row are more steps where the batch stays (Chart-RVR's guide leaves them out of its formula, and errs by that factor).
-"""
+"""Steps, trajectories, tokens and time of a run. An epoch is rows / groups_per_step steps."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 
 WARM = 1
-"""Steps at the beginning of a run that are not measured: threads are timed, and caches are empty."""
+"""First steps of a run that are not measured: threads are timed, and caches are empty."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class Measured:
 
 
 def has_steps(run: Path) -> bool:
-    """Whether a run there has finished steps that say something."""
+    """Whether a run there has finished steps to measure."""
     return len(_finished(run)) > WARM
 
 
@@ -45,7 +41,7 @@ def _finished(run: Path) -> list[dict[str, Any]]:
 
 
 def measured(run: Path) -> Measured:
-    """From ``metrics.jsonl``. Raises ConfigError when no step, or only the first, has been finished."""
+    """The steps in ``metrics.jsonl``. Raises ConfigError when no step, or only the first, has been finished."""
     records = _finished(run)
     if len(records) <= WARM:
         raise ConfigError(f"{run} has {len(records)} finished steps, and the first says little: let it do a few more")
@@ -69,7 +65,8 @@ def measured(run: Path) -> Measured:
 
 @dataclass(frozen=True)
 class Plan:
-    """``target``: trajectories that a step trains on; ``updates``: of the optimizer in a step; ``seconds`` None: nobody knows."""
+    """``target``: trajectories that a step trains on, in ``groups``; ``updates``: of the optimizer in a step; ``prompt``,
+    ``response``: tokens of a trajectory; ``seconds``: None when unknown."""
 
     steps: int
     target: int
@@ -80,17 +77,16 @@ class Plan:
     response: float
     evaluations: int
     seconds: float | None
-
     groups: int
 
     @property
     def tokens(self) -> float:
-        """Of all trajectories."""
+        """Tokens of all trajectories."""
         return self.trajectories * (self.prompt + self.response)
 
 
 def plan(config: RunConfig, found: Measured | None, step_seconds: float | None = None) -> Plan:
-    """What ``config`` asks for; with the measured steps of a run, or ``step_seconds``, how long it takes.
+    """The plan of ``config``, timed by the measured steps of a run or by ``step_seconds``.
 
     Without measured lengths a trajectory is as long as the configuration allows: an upper bound.
     """
@@ -100,10 +96,8 @@ def plan(config: RunConfig, found: Measured | None, step_seconds: float | None =
     prompt = episode.max_tokens - response if episode.max_turns > 1 else episode.max_prompt_tokens
     every = config.evaluation.every
     evaluations = 1 + math.ceil(steps / every) if every else 0
-    seconds: float | None = None
-    if step_seconds is not None:
-        seconds = step_seconds * steps
-    elif found is not None:
+    seconds = None if step_seconds is None else step_seconds * steps
+    if seconds is None and found is not None:
         seconds = found.seconds * algorithm.target / found.trajectories * steps + found.evaluation * evaluations
     played = algorithm.target * steps * (found.played_per_trained if found else 1.0)
     return Plan(
@@ -114,31 +108,26 @@ def plan(config: RunConfig, found: Measured | None, step_seconds: float | None =
 
 
 def count(path: str) -> int | None:
-    """Rows of a data file; None when it is not there (yet)."""
-    if not Path(path).is_file():
-        return None
-    return sum(not isinstance(row, DataFailure) for _, row in rows(Path(path)))
+    """Rows of a data file; None when there is no such file (yet)."""
+    return sum(not isinstance(row, DataFailure) for _, row in rows(Path(path))) if Path(path).is_file() else None
 
 
 def lines(config: RunConfig, made: Plan, found: Measured | None) -> list[str]:
     """The plan for people."""
-    told = [
+    text = [
         f"{made.steps} steps of {made.groups} groups x {config.algorithm.group_size} = {made.target} trajectories, "
         f"{made.updates} optimizer updates each"
     ]
     if made.rows is not None:
         an_epoch = made.rows / made.groups
-        told.append(f"{made.rows} rows: {an_epoch:.1f} steps an epoch, {made.steps / an_epoch:.2f} epochs in all")
+        text.append(f"{made.rows} rows: {an_epoch:.1f} steps an epoch, {made.steps / an_epoch:.2f} epochs in all")
     bound = "" if found else " at most, since none has been measured"
     each = f"{made.prompt:.0f} read and {made.response:.0f} written in each{bound}"
-    told.append(f"{made.trajectories} trajectories to play, {made.tokens:.3g} tokens: {each}")
+    text.append(f"{made.trajectories} trajectories to play, {made.tokens:.3g} tokens: {each}")
     if made.evaluations:
-        told.append(f"{made.evaluations} evaluations")
-    if made.seconds is None:
-        told.append("time: unknown until steps have been measured: run a few, then estimate --from RUN (or --step-seconds S)")
-    else:
-        told.append(f"time: {duration(made.seconds)}")
-    return told
+        text.append(f"{made.evaluations} evaluations")
+    unknown = "unknown until steps have been measured: run a few, then estimate --from RUN (or --step-seconds S)"
+    return [*text, f"time: {unknown if made.seconds is None else duration(made.seconds)}"]
 
 
 def duration(seconds: float) -> str:

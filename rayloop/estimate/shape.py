@@ -14,7 +14,7 @@ from rayloop.core.model_files import resolve
 from rayloop.engines.settings import FsdpSettings, LoraSettings
 
 VISION = ("visual.", "vision_tower.", "vision_model.")
-"""Parts of names by which tensors of a vision tower are told."""
+"""Parts of the names of a vision tower's tensors."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,12 @@ class Shape:
 
     @property
     def parameters(self) -> int:
+        """Parameters of the model."""
         return sum(map(math.prod, self.tensors.values()))
 
     @property
     def vision_parameters(self) -> int:
+        """Parameters of the vision tower."""
         return sum(math.prod(size) for name, size in self.tensors.items() if _of_vision(name))
 
     def trained(self, engine: FsdpSettings) -> int:
@@ -90,9 +92,7 @@ def _shape(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) ->
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> sizes. A safetensors file begins with the length of its header, 8 bytes little-endian, and the header as JSON.
-
-    Raises ConfigError."""
+    """Name -> sizes, from the JSON header of a safetensors file, whose length its first 8 bytes hold. Raises ConfigError."""
     try:
         with open(file, "rb") as content:
             length = int.from_bytes(content.read(8), "little")

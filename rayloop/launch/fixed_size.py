@@ -1,7 +1,4 @@
-"""``python -m rayloop.launch.fixed_size``: prints what ``ray symmetric-run`` needs in its environment, as lines for a shell.
-
-deploy/slurm/fixed_size.sbatch runs it on the first node of the job: ``ray symmetric-run`` sets no token and none of these.
-"""
+"""``python -m rayloop.launch.fixed_size`` prints the environment of ``ray symmetric-run`` for fixed_size.sbatch."""
 
 from __future__ import annotations
 
@@ -21,15 +18,11 @@ FIRST, PORTS = 20_000, 10_000
 WAIT = "600"
 """Seconds in which all nodes must have joined. Ray's own 30, and 5 for the first connection, are short on a busy machine."""
 GONE = "30"
-"""Seconds without the head after which a node ends (Ray's own: 60). The head of such a job never comes back, and the job is
-requeued only when all nodes have ended: that must fit between Slurm's signal and the time limit."""
+"""Seconds without the head after which a node ends (Ray's own: 60), so that all have ended before the time limit."""
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """``RAYLOOP_HEAD`` (address:port of this node) and Ray's variables; the token is made when it is missing.
-
-    Raises ConfigError for an unknown RAYLOOP_INTERFACE, and for a token that others can read.
-    """
+    """``RAYLOOP_HEAD`` (address:port of this node) and Ray's variables; a missing token is made. Raises ConfigError."""
     interface = environment.get("RAYLOOP_INTERFACE") or None
     address = slurm_job.node_address(interface)
     token = Rendezvous(Path(environment.get("RAYLOOP_RENDEZVOUS", ROOT)), "fixed_size").open(insecure=False)

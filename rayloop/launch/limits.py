@@ -1,7 +1,6 @@
-"""What memory this process may use: the limits of its control groups, of versions 1 and 2, and of its Slurm job.
+"""The memory limit of this process: that of its control groups, of versions 1 and 2, and of its Slurm job.
 
-Ray and psutil see the machine's memory, or at most the limit of the container's own group: a job of a scheduler is in a group below
-it, and there the kernel kills whatever it likes.
+Ray and psutil see the machine's memory, or at most the limit of the container's own group; a scheduler's job is in one below it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """``most`` bytes, of which ``used`` are taken (None: not known), set by what ``by`` says."""
+    """``most`` bytes, of which ``used`` are taken (None: unknown); ``by`` names who set the limit."""
 
     most: int
     used: int | None
@@ -36,7 +35,7 @@ def memory_limit(environment: Mapping[str, str] = os.environ, groups: Path = GRO
 
 
 def _of_groups(groups: Path, own: Path) -> Iterator[MemoryLimit]:
-    """Of the group that this process is in, and of those above it."""
+    """The limits of the group that this process is in, and of those above it."""
     names = ((Path(), "memory.max", "memory.current"), (Path("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"))
     for below, most, used in names:
         top = groups / below
@@ -49,7 +48,7 @@ def _of_groups(groups: Path, own: Path) -> Iterator[MemoryLimit]:
 
 
 def _path(own: Path, controller: str) -> str:
-    """Where in the hierarchy of ``controller`` ("": version 2) this process is; "/" when that is not told."""
+    """Where in the hierarchy of ``controller`` ("": version 2) this process is; "/" when that is unknown."""
     try:
         lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
     except OSError:
@@ -65,7 +64,7 @@ def _number(file: Path) -> int | None:
 
 
 def _of_slurm(environment: Mapping[str, str]) -> Iterator[MemoryLimit]:
-    """What the job asked for on this node, in MiB; 0 is all of it."""
+    """The memory that the job asked for on this node, in MiB; 0 is all of it."""
     for name, times in (("SLURM_MEM_PER_NODE", "1"), ("SLURM_MEM_PER_CPU", "SLURM_CPUS_ON_NODE")):
         asked, count = environment.get(name, "0"), environment.get(times, times)
         if asked.isdigit() and count.isdigit() and int(asked) * int(count):

@@ -1,9 +1,7 @@
-"""``node head|worker``: one Ray node of a cluster as a process, and optionally a program beside it.
+"""``node head|worker``: one Ray node of a cluster as a process, and beside a worker optionally a program.
 
-The head publishes its address (rayloop/launch/rendezvous.py). Workers wait for it and join. They leave within seconds when another
-head is published, later when theirs does not listen any more (rayloop/launch/gone.py), and then wait for the next one. When Ray of
-the head ends by itself (its GCS was killed) the head starts it again with the same ports and token, and workers and programs join
-anew. Every process of a node ends with it.
+The head publishes its address (rayloop/launch/rendezvous.py). Workers join it, leave when another head is published or theirs does
+not listen any more, and wait for the next one. When Ray of the head ends by itself, it is started again with the same ports.
 
 SIGTERM, SIGINT and SIGUSR1 (Slurm's ``--signal``: the time limit is near) end the program, which may save first, and then the node;
 a second signal ends both at once. With --requeue the Slurm job is requeued after SIGUSR1, and, after a pause, when the machines
@@ -19,26 +17,20 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 from rayloop.core.failures import AGAIN, ConfigError, Preempted
 from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
-from rayloop.launch.again import backed_off
-from rayloop.launch.budget import Budget
-from rayloop.launch.gone import Gone, Unpublished
-from rayloop.launch.kept_logs import kept_logs
 from rayloop.launch.limits import memory_limit, ray_memory
-from rayloop.launch.ports import Ports, block, kernels, port_range
-from rayloop.launch.ray_process import DRAIN, END, POLL, SUBREAPER, NodeFailed, child, prctl, ray_node, started, tail
+from rayloop.launch.network import Ports, block, kernels, port_range
+from rayloop.launch.ray_process import DRAIN, POLL, SUBREAPER, NodeFailed, child, kept_logs, prctl, ray_node, started, tail
 from rayloop.launch.ray_variables import interface_settings, node_settings, temporary_folder, without_proxy
-from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
+from rayloop.launch.rendezvous import Gone, Head, NoHead, Rendezvous, Unpublished, accepts
+from rayloop.launch.restarts import Budget, backed_off
 
 SERVICES = (
     "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
@@ -64,71 +56,50 @@ class End(Enum):
 
 def run_node(a: argparse.Namespace) -> int:
     """Run the node of ``python -m rayloop node`` until it ends; returns its exit code."""
-    signals = StopSignals()
-    if a.requeue and slurm_job.job() is not None and not slurm_job.can_ask():
-        print(
-            "node: --requeue does nothing here, there is no scontrol (a container?): submit the job again when it has saved",
-            flush=True,
-        )
+    signals, job, starts = StopSignals(), slurm_job.job(), slurm_job.restarts()
+    if a.requeue and job is not None and not slurm_job.can_ask():
+        print("node: --requeue does nothing without scontrol (in a container?): submit a job that has saved again", flush=True)
         a.requeue = 0
     print(f"node: open between the nodes: {a.ports} (Ray), and {kernels()} (the policy's ranks: gloo, NCCL)", flush=True)
     ignores = a.role is worker and not a.program and not a.requeue
     prctl(SUBREAPER, 1)
     place = Rendezvous(a.rendezvous, a.cluster)
     with handling(signals, *STOP), handling((lambda *_: None) if ignores else signals, signal.SIGUSR1):
-        if (job := slurm_job.job()) is not None:
+        if job is not None:
             place.register(job, program=bool(a.program))
-        code = _code(a, place, signals)
-        psutil.wait_procs(psutil.Process().children(), timeout=DRAIN + END)  # cluster.sbatch's srun: its nodes leave now
-        if _requeued(a, signals, code):  # within the block: to be requeued is to be sent SIGTERM
-            if code == AGAIN and not backed_off(signals, slurm_job.restarts()):
+        while True:
+            code = _attempt(a, place, signals, starts)
+            if not _again(a, signals, code, starts) or (code == AGAIN and not backed_off(signals, starts)):
                 return code
-            print(f"node: requeued, restart {slurm_job.restarts() + 1} of {a.requeue}", flush=True)
-            slurm_job.requeue()
+            starts += 1
+            if job is not None:  # within the block: the requeue sends SIGTERM to this process
+                print(f"node: requeued, restart {starts} of {a.requeue}", flush=True)
+                slurm_job.requeue()
+                return code
+            print(f"node: again, {starts} of {a.requeue}", flush=True)
+
+
+def _attempt(a: argparse.Namespace, place: Rendezvous, signals: StopSignals, starts: int) -> int:
+    """Run the node once. Returns its exit code: AGAIN also when Ray failed or no head came, and the node will start again."""
+    try:
+        code: int = a.role(a, place, signals)
+    except (NodeFailed, NoHead) as error:
+        if not _again(a, signals, AGAIN, starts):
+            raise
+        print(f"node: {error}", flush=True)
+        return AGAIN
     return code
 
 
-def _due(a: argparse.Namespace, signals: StopSignals, code: int) -> bool:
-    """Whether there is a reason to start again: the job's time limit is near and its program has saved, or the machines failed and
-    no signal came."""
-    saved = code == Preempted.exit_code or not a.program
-    return (signals.near_limit() and saved) or (signals.first is None and code == AGAIN)
-
-
-def _requeued(a: argparse.Namespace, signals: StopSignals, code: int) -> bool:
-    """Whether this Slurm job will be requeued, --requeue times at most."""
-    return _due(a, signals, code) and slurm_job.job() is not None and slurm_job.restarts() < a.requeue
-
-
-def _repeated(a: argparse.Namespace, signals: StopSignals, code: int) -> bool:
-    """Whether the node will start again: as a requeued job, or without Slurm by itself after a failure of the machines."""
-    by_itself = slurm_job.job() is None and signals.first is None and code == AGAIN and a.repeats < a.requeue
-    return by_itself or _requeued(a, signals, code)
-
-
-def _code(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
-    """Run the node until it ends, without Slurm up to --requeue times again. Returns its exit code: AGAIN when Ray failed, or no
-    head was published, and the job may be requeued for that."""
-    a.repeats = 0
-    while True:
-        try:
-            code: int = a.role(a, place, signals)
-        except (NodeFailed, NoHead) as error:
-            if not _repeated(a, signals, AGAIN):
-                raise
-            print(f"node: {error}", flush=True)
-            code = AGAIN
-        if slurm_job.job() is not None or not _repeated(a, signals, code) or not backed_off(signals, a.repeats):
-            return code
-        a.repeats += 1
-        print(f"node: again, {a.repeats} of {a.requeue}", flush=True)
+def _again(a: argparse.Namespace, signals: StopSignals, code: int, starts: int) -> bool:
+    """Whether the node starts again after ``starts`` restarts: the machines failed and no signal came, or the time limit of its
+    Slurm job is near and its program has saved."""
+    saved = slurm_job.job() is not None and signals.near_limit() and (code == Preempted.exit_code or not a.program)
+    return starts < a.requeue and (saved or (signals.first is None and code == AGAIN))
 
 
 def head(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
-    """Start a head, publish it, and stay until a signal, or the end of the program, whose exit code is returned.
-
-    When Ray has ended by itself it is started again in place, RESTARTS times an hour, and the program with it. Raises NodeFailed.
-    """
+    """Run a head until a signal, and start a Ray that ended again, RESTARTS times an hour. Returns 0; raises NodeFailed."""
     token, budget, led = place.open(a.insecure), Budget(RESTARTS), False
     with block(*port_range(a.ports), (*SERVICES, *HEAD_SERVICES)) as ports:
         while True:
@@ -157,50 +128,40 @@ class Displaced(NodeFailed):
 
 
 def _lead(a: argparse.Namespace, place: Rendezvous, signals: StopSignals, token: Path | None, ports: Ports) -> int:
-    """Run the head until a signal, or the end of the program or of Ray. Returns the exit code; raises NodeFailed."""
+    """Run the head until a signal. Returns 0; raises RayEnded, Displaced and NodeFailed."""
     address = slurm_job.node_address(a.interface)
     with temporary_folder(a.temp_dir) as folder:
         me = Head(
             f"{address}:{ports['port']}", f"http://{address}:{ports['dashboard-port']}", str(token) if token else None,
             os.uname().nodename, slurm_job.job(), slurm_job.restarts(), time.time(),
         )  # fmt: skip
-        settings = node_settings(token, runs_jobs=True) | without_proxy(address) | _drain(0) | interface_settings(a.interface)
-        command = ["--head", f"--dashboard-host={address}", "--include-dashboard=true"]
-        command += _offers(a, cpus=0, gpus=0)
+        settings = _settings(token, 0, a.interface, address, runs_jobs=True)
+        command = ["--head", f"--dashboard-host={address}", "--include-dashboard=true", *_offers(a, cpus=0, gpus=0)]
         with kept_logs(folder, place.folder), ray_node(command, address, ports, folder, settings) as ray:
             if not started(ray, folder, [me.address, me.dashboard.removeprefix("http://")], signals):
-                return Preempted.exit_code if a.program else 0
+                return 0
             gone = Unpublished(place, me)
             with suppress(OSError):  # ``gone`` tries again
                 place.publish(me)
             print(f"node: head of {a.cluster} at {me.address}, dashboard {me.dashboard}", flush=True)
-            with beside(a, me, settings, signals) as program:
-                why = attend(ray, program, signals, gone)
-                if program and program.poll() == AGAIN and _ends(ray, END):
-                    why = End.RAY  # the cause of the program's end
-                if why is End.RAY:
-                    place.withdraw(me)
-                    _part(program)
-            code = program.returncode if program else 0
-            done = program is not None and why in (End.PROGRAM, End.SIGNAL) and not _repeated(a, signals, code)
-            place.withdraw(me, done=done, left=not done and why is not End.RAY)
-            if why is End.SIGNAL and not program and signals.near_limit():
+            why = attend(ray, None, signals, gone)
+            place.withdraw(me, left=why is not End.RAY)
+            if why is End.SIGNAL and signals.near_limit():
                 _pause(a.grace, signals)  # the others save
             if why is End.RAY:
                 raise RayEnded(f"Ray ended with code {ray.returncode}:\n{tail(folder)}")
             if why is End.GONE:
                 raise Displaced(gone.why)
-    return code
+    return 0
 
 
 def worker(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
-    """Join the head, and each head that comes after it, until a signal, the end of the program or of the cluster's work.
+    """Join the head, and each head that comes after it, until a signal or the end of the program.
 
-    Ray gives a node 30 s to start, which may be short on a busy machine. Raises NodeFailed after ATTEMPTS in a row, and at once
-    when there is a program: its run continues from its checkpoint in another attempt of the job.
+    Raises NodeFailed after ATTEMPTS failures in a row, and at once when there is a program: its job starts again.
     """
-    former, failures = None, 0
-    while (joined := place.wait(a.wait, former, lambda: signals.first is not None)) is not None:
+    failures = 0
+    while (joined := place.wait(a.wait, lambda: signals.first is not None)) is not None:
         try:
             why, code = _join(a, place, joined, signals)
         except NodeFailed as error:
@@ -213,7 +174,6 @@ def worker(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> in
         if why in (End.SIGNAL, End.PROGRAM):
             return code
         print(f"node: left {joined.address}: {why.value}", flush=True)
-        former = joined
     return Preempted.exit_code if a.program and signals.first else 0
 
 
@@ -221,12 +181,7 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, signals: StopS
     """Run a node of this head until one of the two ends. Returns why, and the exit code of the program (0 without one)."""
     address, host = slurm_job.node_address(a.interface), joined.address.rpartition(":")[0]
     gone = Gone(place, joined, saves=bool(a.program))
-    settings = (
-        node_settings(Path(joined.token) if joined.token else None)
-        | without_proxy(address, host)
-        | _drain(DRAIN)
-        | interface_settings(a.interface)
-    )
+    settings = _settings(Path(joined.token) if joined.token else None, DRAIN, a.interface, address, host)
     with block(*port_range(a.ports), SERVICES) as ports, temporary_folder(a.temp_dir) as folder:
         command = [f"--address={joined.address}", *_offers(a, cpus=slurm_job.cpus(), gpus=slurm_job.gpus())]
         with kept_logs(folder, place.folder), ray_node(command, address, ports, folder, settings) as ray:
@@ -237,7 +192,7 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, signals: StopS
                 why = attend(ray, program, signals, gone)
                 if why is End.SIGNAL and program is None and signals.near_limit():
                     _pause(a.grace, signals, gone)  # runs save, if their jobs are near their limits as well
-                if why in (End.GONE, End.RAY) and (ray.poll() is not None or gone.replaced() or not joined.accepts()):
+                if why in (End.GONE, End.RAY) and (ray.poll() is not None or gone.replaced() or not accepts(joined.address)):
                     _part(program)
             code = program.returncode if program else 0
             lost = place.head() != joined or joined.stale() is not None
@@ -250,7 +205,9 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, signals: StopS
     return why, code
 
 
-def attend(ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None, signals: StopSignals, gone: Any) -> End:
+def attend(
+    ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None, signals: StopSignals, gone: Callable[[], bool]
+) -> End:
     """Wait until there is a reason to leave."""
     while True:
         if signals.first is not None:
@@ -265,8 +222,10 @@ def attend(ray: subprocess.Popen[bytes], program: subprocess.Popen[bytes] | None
         time.sleep(POLL)
 
 
-def _drain(seconds: int) -> dict[str, str]:
-    return {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(seconds)}
+def _settings(token: Path | None, drain: int, interface: str | None, *hosts: str, runs_jobs: bool = False) -> dict[str, str]:
+    """The variables of a node's processes; ``drain``: seconds that a leaving node waits for what runs on it."""
+    drains = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain)}
+    return node_settings(token, runs_jobs=runs_jobs) | without_proxy(*hosts) | drains | interface_settings(interface)
 
 
 def _offers(a: argparse.Namespace, cpus: int | None, gpus: int | None) -> list[str]:
@@ -295,11 +254,8 @@ def beside(
     try:
         yield program
     finally:
-        if program.poll() is None:
-            program.terminate()
-            deadline = time.monotonic() + a.grace
-            while program.poll() is None and time.monotonic() < deadline and not signals.again:
-                time.sleep(POLL)
+        program.terminate()
+        _pause(a.grace, signals, lambda: program.poll() is not None)
         if program.poll() is None:
             print(f"node: {a.program[0]} did not end in time: it is killed", flush=True)
             program.kill()
@@ -308,18 +264,17 @@ def beside(
 
 def _part(program: subprocess.Popen[bytes] | None) -> None:
     """Wait PARTING seconds for a program whose cluster is gone, then kill it."""
-    if program is not None and not _ends(program, PARTING):
+    if program is None:
+        return
+    try:
+        program.wait(PARTING)
+    except subprocess.TimeoutExpired:
         print(f"node: the program did not end within {PARTING:g} s after its cluster: it is killed", flush=True)
         program.kill()
 
 
-def _ends(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    return process.poll() is not None
-
-
-def _pause(seconds: float, signals: StopSignals, over: Any = lambda: False) -> None:
+def _pause(seconds: float, signals: StopSignals, over: Callable[[], bool] = lambda: False) -> None:
+    """Wait ``seconds``, or until a second signal or ``over``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not signals.again and not over():
         time.sleep(POLL)

@@ -1,9 +1,10 @@
-"""The processes of one node: ``ray start --block`` with all that it starts, and a program beside it."""
+"""The processes of one node: ``ray start --block``, a program beside it, and Ray's logs, which are kept when it has ended."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import psutil
 
 from rayloop.core.failures import AGAIN, ConfigError, InfrastructureFailure
 from rayloop.core.signals import StopSignals
-from rayloop.launch.ports import Ports
+from rayloop.launch.network import Ports
 from rayloop.launch.rendezvous import accepts
 
 LOG = "ray-start.log"
@@ -33,6 +34,12 @@ PATH_LIMIT = 40
 """Characters of the temporary folder: Ray's sockets lie below it, and a socket's path may have 107."""
 SUBREAPER = 36
 """Of prctl(2): orphans of our children become ours, so that they can be ended."""
+MOST = 200 * 2**20
+"""Bytes that are kept of a node."""
+ENDS = 5
+"""Of the same machine, of which logs are kept."""
+LOGS = Path("session_latest") / "logs"
+"""Where Ray writes them, below its temporary folder."""
 
 
 class NodeFailed(InfrastructureFailure):
@@ -94,27 +101,20 @@ def ray_node(
 
 def _end_rest(before: set[psutil.Process]) -> None:
     """Kill what is left below this process, besides what was there before."""
-    rest = [child for own in set(psutil.Process().children()) - before for child in (own, *_below(own))]
+    rest = list[psutil.Process]()
+    for own in set(psutil.Process().children()) - before:
+        with suppress(psutil.NoSuchProcess):
+            rest += [own, *own.children(recursive=True)]
     for process in rest:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(rest, timeout=END)
 
 
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
 def started(
     ray: subprocess.Popen[bytes], folder: Path, addresses: Sequence[str], signals: StopSignals, gone: Any = lambda: False
 ) -> bool:
-    """Wait until all addresses accept connections. Returns whether they do: False when a signal or ``gone`` came before.
-
-    Raises NodeFailed.
-    """
+    """Wait until all addresses accept connections. Returns False when a signal or ``gone`` came before; raises NodeFailed."""
     deadline = time.monotonic() + START
     while not all(map(accepts, addresses)):
         if signals.first is not None or gone():
@@ -130,3 +130,41 @@ def started(
 def tail(folder: Path) -> str:
     """The last 2,000 characters that ``ray start`` printed."""
     return (folder / LOG).read_text(errors="replace", encoding="utf-8")[-2000:]
+
+
+@contextmanager
+def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
+    """Copy the logs below ``temporary`` at the end of the block to ``beside``.logs/HOST-TIME-PID, which outlives the cluster."""
+    logs = beside.with_name(f"{beside.name}.logs")
+    try:
+        yield
+    finally:
+        host = os.uname().nodename
+        target = logs / f"{host}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        with suppress(OSError):
+            logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if kept := keep(temporary / LOGS, target):
+            print(f"node: {kept} logs of Ray are kept in {target}", flush=True)
+        for old in sorted(logs.glob(f"{host}-*"))[:-ENDS]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def keep(logs: Path, target: Path, most: int = MOST, but: str = "") -> int:
+    """Copy the newest ``most`` bytes of the files in ``logs``, but those that match ``but``. Returns the number of files.
+
+    Raises nothing: a file that cannot be read or written is left out.
+    """
+    kept = 0
+    with suppress(OSError):
+        found = [(file.stat(), file) for file in logs.rglob("*") if file.is_file() and not file.match(but or "/")]
+        for about, file in sorted(found, key=lambda one: one[0].st_mtime, reverse=True):
+            size = min(about.st_size, most)
+            if not size:
+                continue
+            copy = target / file.relative_to(logs)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("rb") as source, copy.open("wb") as written:
+                source.seek(about.st_size - size)
+                written.write(source.read(size))
+            most, kept = most - size, kept + 1
+    return kept

@@ -19,8 +19,7 @@ PREFIX, LOCK = "rayloop-", "lock"
 OBJECT_STORE = 512 * 2**20
 """Bytes of shared memory of a private cluster."""
 UNREAD = {"RAY_task_events_report_interval_ms": "0"}
-"""A private cluster has no dashboard to show Ray's record of each call. Without the records 8,000 calls of an actor cost 4.7 to 5.8
-CPU seconds in all processes instead of 5.6 to 6.1, and the GCS 0.03 instead of 0.15."""
+"""A private cluster has no dashboard to show Ray's record of each call, which costs a tenth of the CPU time of short calls."""
 NICENESS = "RAY_worker_niceness"
 """Ray's own value is 15: any other program on the cores then gets thirty times the share of an actor."""
 SUBREAPER = "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper"
@@ -28,17 +27,17 @@ STOP_WAIT = 600
 """Seconds that Ray gives a job to stop. The run's own ``preemption.grace`` is shorter, and decides."""
 
 HEALTH_PERIOD = 1000
-"""Milliseconds between two questions of the head to a node; after the fifth in a row that fails the node is lost. Ray's own 3000
-make that 15 s for a node whose connections are refused. One that cannot be reached is asked for 10 s each time, with any value."""
+"""Milliseconds between two health checks of a node, which is lost after five failures in a row: in 5 s, not Ray's 15, when its
+connections are refused."""
+LONGEST = 43
+"""Characters of the folder of a private cluster's files: Ray's sockets are 64 longer, and a socket's path may have 107."""
 
 
 def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, str]:
-    """The variables of every Ray process that we start. ``token`` is the path of the token; None: no authentication.
+    """The variables of every Ray process that we start. ``token``: its path; None: no authentication.
 
-    Without a token everybody who reaches the ports could run code in the cluster. Processes get the path, never the token.
-    What the processes of a killed worker started is ended by the raylet (subreaper), but not on a node that ``runs_jobs``:
-    there Ray's workers would not learn their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
-    Workers get as much of the cores as other programs, unless the environment says otherwise (``RAY_worker_niceness``).
+    The raylet ends the processes of a killed worker (subreaper), but not on a node that ``runs_jobs``: there Ray's workers would
+    not get their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
     """
     authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token else {"RAY_AUTH_MODE": "disabled"}
     return authentication | {
@@ -77,10 +76,6 @@ def private_cluster(insecure: bool = False) -> Iterator[str]:
             yield str(folder)
 
 
-LONGEST = 43
-"""Characters of the folder of a private cluster's files: Ray's sockets are 64 longer, and a socket's path may have 107."""
-
-
 @contextmanager
 def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     """For Ray's files on this machine, removed with the block. Those that killed processes left in TMPDIR are removed too."""
@@ -95,10 +90,9 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def joined_cluster(address: str, token: Path | None, insecure: bool = False) -> Iterator[None]:
-    """For a cluster that somebody else started, which decides about authentication.
+    """For a cluster that is already there. ``token``: the file with its token; None: the environment's (``RAY_AUTH_TOKEN_PATH``).
 
-    ``token`` is the file with its token; without one, what the environment says counts (``RAY_AUTH_MODE``,
-    ``RAY_AUTH_TOKEN_PATH``; a job has both from its cluster). Raises ConfigError when there is no such file.
+    Raises ConfigError when there is no such file.
     """
     if token is not None and not token.is_file():
         raise ConfigError(f"--token-file: {token} is no file. It is on the head, where the cluster was started")

@@ -2,11 +2,11 @@
 
 head.json   the head: address, dashboard, token file, job; written aside and renamed, gone when the head leaves, or Ray of it ended
 token       the cluster's token, readable by its owner only; processes get its path, never the token
-done        the same as head.json, once that cluster has done its work: its workers end
-left        the same, once that head has begun to leave and another one will come: runs save, workers stay while it still listens
-
-A file that cannot be read (a slow or failing file system, half a file) is as one that is not there.
+left        the same as head.json, once that head has begun to leave: runs save, workers stay while it still listens
 jobs/       one file per Slurm job that belongs to the cluster
+
+A file that cannot be read (a slow or failing file system, half a file) counts as missing, and nodes that have joined stay. A head
+that does not listen gets as long as Ray itself gives it: a network may come back, and a head restarts Ray.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ from pathlib import Path
 from rayloop.core.failures import AGAIN, ConfigError, InfrastructureFailure
 from rayloop.core.files import new_secret, trusted, write_whole
 from rayloop.launch import slurm_job
-from rayloop.launch.addresses import unreachable
+from rayloop.launch.network import unreachable
 
 ROOT = "~/.rayloop"
 """Where rendezvous folders are by default: home folders are shared on most clusters."""
 POLL = 0.5
 """Seconds between two looks into the folder."""
+SILENCE = 60.0
+"""Seconds without an accepted connection after which a head counts as gone, as for Ray's own processes."""
+UNPUBLISHED = 600.0
+"""Seconds after which a head ends that cannot publish its entry: no new node can find it meanwhile."""
+WAITS = 5.0
+"""Seconds that a problem lasts before it is reported."""
 
 
 class NoHead(InfrastructureFailure):
@@ -48,13 +54,9 @@ class Head:
     restart: int
     published: float
 
-    def accepts(self) -> bool:
-        """Whether somebody listens at the address."""
-        return accepts(self.address)
-
     def stale(self) -> str | None:
         """Why this head cannot be there any more; None: it answers, and its job is not known to have ended."""
-        if not self.accepts():
+        if not accepts(self.address):
             return f"{self.address} accepts no connection"
         if self.job is not None and slurm_job.ended(self.job):
             return f"its job {self.job} has ended"
@@ -77,7 +79,7 @@ class Rendezvous:
         self.folder = root.expanduser().absolute() / cluster
 
     def open(self, insecure: bool) -> Path | None:
-        """Prepare the folder for a new head: the token's path, or None without one. What a former head left is removed.
+        """Prepare the folder for a new head, without what a former one left. Returns the token's path, or None without one.
 
         Raises ConfigError while the cluster has a live head, and for a folder or a token that others may have written.
         """
@@ -90,7 +92,7 @@ class Rendezvous:
             )
         elif former is not None:
             print(f"removing what a former head left: {why}", flush=True)
-        for name in ("head.json", "done", "left"):
+        for name in ("head.json", "left"):
             (self.folder / name).unlink(missing_ok=True)
         return None if insecure else new_secret(self.folder / "token", "the cluster's token")
 
@@ -118,34 +120,23 @@ class Rendezvous:
         seen = self.seen()
         return None if isinstance(seen, str) else seen
 
-    def withdraw(self, head: Head, *, done: bool = False, left: bool = False) -> None:
-        """Remove the entry, unless it is another head's. ``done``: no other head will come. ``left``: another one will, and this
-        one listens for a while, so that runs save.
-
-        Errors of the file system are ignored: the node ends anyway, and the others notice that it does not listen.
-        """
+    def withdraw(self, head: Head, *, left: bool) -> None:
+        """Remove the entry, unless it is another head's. ``left``: this head still listens, so that runs save. Ignores OSError."""
         with suppress(OSError):
             if self.head() in (head, None):
-                if done or left:
-                    self._write("done" if done else "left", head)
+                if left:
+                    self._write("left", head)
                 (self.folder / "head.json").unlink(missing_ok=True)
-
-    def done(self, head: Head) -> bool:
-        """Whether the cluster of this head has done its work."""
-        return self._read("done") == head
 
     def left(self, head: Head) -> bool:
         """Whether this head has begun to leave."""
         return self._read("left") == head
 
-    def wait(self, seconds: float, former: Head | None = None, stop: Callable[[], bool] = lambda: False) -> Head | None:
-        """The head, as soon as one is published that is not stale. None: ``stop`` says so, or ``former``'s cluster is done.
-
-        Raises NoHead after ``seconds``, with what was found instead.
-        """
+    def wait(self, seconds: float, stop: Callable[[], bool] = lambda: False) -> Head | None:
+        """The head, once one is published that is not stale; None when ``stop`` returns True. Raises NoHead after ``seconds``."""
         deadline, found = time.monotonic() + seconds, ""
         while time.monotonic() < deadline:
-            if stop() or (former is not None and self.done(former)):
+            if stop():
                 return None
             head = self.seen()
             if isinstance(head, str):
@@ -178,3 +169,84 @@ class Rendezvous:
             return f"nothing was published in {self.folder}"
         except (OSError, ValueError, TypeError) as error:  # ESTALE on NFS: replaced or removed while it was read
             return f"{file} cannot be read: {error}"
+
+
+class Gone:
+    """Whether a head has left: another one is published, it began to leave and is silent, or it was silent for SILENCE seconds.
+
+    ``saves``: a program must save as soon as the head begins to leave. Raises ConfigError when others may write the folder.
+    """
+
+    def __init__(self, place: Rendezvous, joined: Head, saves: bool) -> None:
+        self._place, self._joined, self._saves = place, joined, saves
+        self._listened = time.monotonic()
+        self._report = Report(WAITS)
+
+    def __call__(self) -> bool:
+        """Look once."""
+        seen, listens = self._place.seen(), accepts(self._joined.address)
+        if isinstance(seen, Head) and seen != self._joined:
+            return True
+        left = isinstance(seen, str) and self._place.left(self._joined)
+        if left and self._saves:
+            return True
+        if listens:
+            self._listened = time.monotonic()
+            unreadable = isinstance(seen, str) and not left
+            self._report(f"{seen}; {self._joined.address} still listens, and this node stays" if unreadable else "")
+            return False
+        self._report(f"{self._joined.address} accepts no connection: waiting, {SILENCE:g} s at most")
+        return left or time.monotonic() - self._listened > SILENCE
+
+    def replaced(self) -> bool:
+        """Whether another head is published: the state of the joined one is lost."""
+        return self._place.head() not in (self._joined, None)
+
+
+class Unpublished:
+    """Whether another head is published in place of ``me``, or its own entry could not be written for UNPUBLISHED seconds."""
+
+    def __init__(self, place: Rendezvous, me: Head) -> None:
+        self._place, self._me = place, me
+        self._there = time.monotonic()
+        self._report = Report(0.0)
+        self.why = ""
+        """The reason in words, once there is one."""
+
+    def __call__(self) -> bool:
+        """Look once. Raises ConfigError when others may write the rendezvous folder."""
+        seen = self._place.seen()
+        if seen == self._me:
+            self._there = time.monotonic()
+            self._report("")
+            return False
+        if isinstance(seen, Head):
+            self.why = f"{self._place.folder} has another head's entry, that of {seen.address} on {seen.node}"
+            return True
+        self._report(f"{seen}; it is written again, this head goes on")
+        try:
+            self._place.publish(self._me)
+        except OSError as error:
+            self.why = f"its entry in {self._place.folder} could not be published for {UNPUBLISHED:g} s: {error}"
+        return time.monotonic() - self._there > UNPUBLISHED
+
+
+class Report:
+    """Prints a problem once, when it has lasted for ``waits`` seconds, and once that it is over."""
+
+    def __init__(self, waits: float) -> None:
+        self._waits = waits
+        self._since: float | None = None
+        self._printed = False
+
+    def __call__(self, trouble: str) -> None:
+        """``trouble`` in words; "" for none."""
+        if not trouble:
+            if self._printed:
+                print("node: that is over", flush=True)
+            self._since, self._printed = None, False
+            return
+        self._since = time.monotonic() if self._since is None else self._since
+        if not self._printed and time.monotonic() - self._since >= self._waits:
+            self._printed = True
+            print(f"node: {trouble}", flush=True)

@@ -1,4 +1,4 @@
-"""A cluster of Slurm jobs from the scripts in deploy/slurm: what a site asks for, and the jobs that follow from it."""
+"""A cluster of Slurm jobs from the scripts in deploy/slurm: the settings of a site, and the jobs that follow from them."""
 
 from __future__ import annotations
 
@@ -70,8 +70,7 @@ class SiteSettings(SettingsModel):
     setup: str | None = None
     """A shell script that each job reads first, on a path that all nodes see: ``module load``, ``source venv/bin/activate``."""
     container: str | None = Field(None, pattern="^[^,]+$")
-    """Words before ``python``, for example apptainer exec --nv /shared/rayloop.sif; ``python`` is then the container's. A comma is
-    refused, since sbatch would end the value there."""
+    """Words before the container's ``python``, for example apptainer exec --nv /shared/rayloop.sif; without commas (sbatch)."""
     interface: str | None = None
     """The network that nodes listen on, such as ib0, where Slurm's addresses are those of a slow one."""
     head: NodeSettings = NodeSettings()
@@ -86,20 +85,19 @@ class SiteSettings(SettingsModel):
 
 @dataclass(frozen=True)
 class Job:
-    """One call of sbatch. ``after_head``: not before the head's job has begun."""
+    """One call of sbatch. Every job but the head's waits until that one has begun."""
 
     role: str
     options: tuple[str, ...]
     arguments: tuple[str, ...]
-    after_head: bool = True
 
     def command(self, head: str) -> list[str]:
         """The call of sbatch; ``head`` is the id of the head's job."""
-        dependency = [f"--dependency=after:{head}"] if self.after_head else []
+        dependency = [] if self.role == "head" else [f"--dependency=after:{head}"]
         return ["sbatch", "--parsable", *dependency, *self.options, *self.arguments]
 
 
-def plan(site: SiteSettings, training: list[str], *, together: bool) -> list[Job]:
+def plan(site: SiteSettings, training: list[str]) -> list[Job]:
     """The jobs of a cluster, the head first. ``training``: the arguments of ``train``; empty: no training."""
     variables = {
         "RENDEZVOUS": Path(site.rendezvous).expanduser().absolute(),
@@ -110,19 +108,15 @@ def plan(site: SiteSettings, training: list[str], *, together: bool) -> list[Job
     }
     export = ",".join(["ALL", *(f"RAYLOOP_{name}={value}" for name, value in variables.items() if value is not None)])
 
-    def job(role: str, script: str, asked: list[str], arguments: list[str], after_head: bool = True) -> Job:
+    def job(role: str, script: str, asked: list[str], arguments: list[str]) -> Job:
         name = f"{site.cluster}-{role}"
         output = Path(site.logs).absolute() / f"{name}-%{'A_%a' if role == 'worker' else 'j'}.out"
         common = [f"--job-name={name}", f"--output={output}", f"--export={export}", *site.sbatch]
-        return Job(role, (*common, *asked), (str(SCRIPTS / script), site.cluster, *arguments), after_head)
+        return Job(role, (*common, *asked), (str(SCRIPTS / script), site.cluster, *arguments))
 
-    if together:
-        export += f",RAYLOOP_HEAD_OPTIONS={' '.join(site.head.node)},RAYLOOP_WORKER_OPTIONS={' '.join(site.worker.node)}"
-        parts = [*site.head.options(), ":", *site.sbatch, *site.worker.options(), f"--nodes={site.worker.count}"]
-        return [job("cluster", "cluster.sbatch", parts, training, after_head=False)]
     array = [*site.worker.options(), f"--array=1-{site.worker.count}"]
     jobs = [
-        job("head", "ray_head.sbatch", site.head.options(), list(site.head.node), after_head=False),
+        job("head", "ray_head.sbatch", site.head.options(), list(site.head.node)),
         job("worker", "ray_worker.sbatch", array, list(site.worker.node)),
     ]
     return jobs + ([job("train", "train.sbatch", site.train.options(), training)] if training else [])

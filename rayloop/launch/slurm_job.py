@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rayloop.core.failures import InfrastructureFailure
-from rayloop.launch.addresses import of_interface, this_node
+from rayloop.launch.network import of_interface, this_node
 
 LASTING = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY")
 """States of jobs that will not run again. PREEMPTED is not among them: it depends on the site."""
@@ -20,7 +20,7 @@ GPU_LISTS = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES")
 
 
 class SlurmError(InfrastructureFailure):
-    """A command of Slurm failed; the message has its own words."""
+    """A command of Slurm failed; the message has its output."""
 
 
 def job() -> str | None:
@@ -73,11 +73,9 @@ def ended(number: str) -> bool:
 
 
 def node_address(interface: str | None = None) -> str:
-    """The IPv4 address of this node: that of ``interface``, else the one that Slurm knows it by, else that of the interface to the
-    rest of the world.
+    """The IPv4 address of this node: that of ``interface``, else the one that Slurm knows it by, else that of its outward route.
 
-    The last one also when Slurm's cannot be asked (no scontrol in a container), or leads back to this machine (Debian and Ubuntu
-    write 127.0.1.1 for a machine's own name). Raises ConfigError when there is no such interface.
+    The route counts also without scontrol, and when Slurm's address is a loopback. Raises ConfigError without such an interface.
     """
     if interface is not None:
         return of_interface(interface)
@@ -106,10 +104,7 @@ def cpus() -> int | None:
 
 
 def gpus() -> int | None:
-    """GPUs of this job on this node: none when it was given none, whatever the node has.
-
-    Sites without GRES accounting, and old versions of Slurm, set no SLURM_GPUS_ON_NODE but a list of devices.
-    """
+    """GPUs of this job on this node, counted in a list of devices where Slurm sets no SLURM_GPUS_ON_NODE (no GRES accounting)."""
     if job() is None:
         return None
     if (count := os.environ.get("SLURM_GPUS_ON_NODE")) is not None:
@@ -119,7 +114,7 @@ def gpus() -> int | None:
 
 
 def _devices(text: str) -> int:
-    """How many a list like ``0,2-3`` or ``GPU-5f2c,GPU-81aa`` names; none in ``NoDevFiles``, which is Slurm's word for none."""
+    """The number of devices in a list like ``0,2-3`` or ``GPU-5f2c,GPU-81aa``; 0 for Slurm's ``NoDevFiles``."""
     count = 0
     for part in text.split(","):
         low, _, high = part.partition("-")

@@ -1,8 +1,4 @@
-"""How a step's metrics reach the loggers besides metrics.jsonl.
-
-Each logger works in a thread of its own behind a bounded queue: it can neither delay a run nor stop it. One that fails or
-blocks is dropped with an event.
-"""
+"""The loggers of a run, each in a thread behind a bounded queue. One that fails or blocks is dropped with an event."""
 
 from __future__ import annotations
 
@@ -17,8 +13,7 @@ from typing import Protocol
 from rayloop.loggers.settings import AnySettings
 
 TIMEOUT = 60.0
-"""Seconds that one call of a logger may take, and that the end of a run waits for it, before it is dropped: nothing waits for it
-meanwhile, and a network that is slow but alive answers within."""
+"""Seconds for one call of a logger, and for its end, before it is dropped. The run does not wait meanwhile."""
 WAITING = 1000
 """Records that may wait for a logger."""
 
@@ -27,18 +22,18 @@ class Logger(Protocol):
     """What a logger does. Its constructor, ``log`` and ``close`` run in its thread; they may block, and raise anything."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the metrics of ``step``, which has them all under the names of docs/metrics.md. After a restore steps repeat."""
+        """Keep the metrics of ``step``, by the names of docs/metrics.md. After a restore steps repeat."""
 
     def close(self) -> None:
         """Write what is still buffered; nothing is logged afterwards."""
 
 
 class LoggerThread:
-    """One logger and its thread, in which ``opening`` makes it."""
+    """One logger and its thread, in which ``opening`` makes it. ``records``: the metrics of steps; None closes the logger."""
 
     def __init__(self, settings: AnySettings, opening: Callable[[], Logger]) -> None:
         self.kind = settings.kind
-        self._records: Queue[tuple[int, Mapping[str, float]] | None] = Queue(WAITING)
+        self.records: Queue[tuple[int, Mapping[str, float]] | None] = Queue(WAITING)
         self._error: BaseException | None = None
         self._busy: float | None = time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(opening,), daemon=True, name=f"logger-{self.kind}")
@@ -51,11 +46,7 @@ class LoggerThread:
             return f"{type(self._error).__name__}: {self._error}"
         if busy is not None and time.monotonic() - busy > TIMEOUT:
             return f"a call has not returned for {TIMEOUT:g} s"
-        return f"{WAITING} records wait for it" if self._records.full() else None
-
-    def put(self, record: tuple[int, Mapping[str, float]] | None) -> None:
-        """Hand over a step's metrics, or None to close the logger. Only while there is no ``problem``."""
-        self._records.put_nowait(record)
+        return f"{WAITING} records wait for it" if self.records.full() else None
 
     async def ended(self) -> str | None:
         """Wait until the logger is closed, for at most the timeout. Returns its problem."""
@@ -78,7 +69,7 @@ class LoggerThread:
 
     def _take(self) -> tuple[int, Mapping[str, float]] | None:
         self._busy = None
-        record = self._records.get()
+        record = self.records.get()
         self._busy = time.monotonic()
         return record
 
@@ -93,18 +84,19 @@ class Loggers:
         self._failed = failed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand ``metrics``, which nobody changes any more, to all loggers. Never waits, never raises."""
-        self._drop({worker: worker.problem() for worker in self._workers})
-        for worker in self._workers:
-            worker.put((step, metrics))
+        """Pass ``metrics``, which no caller changes any more, to all loggers. Never waits, never raises."""
+        self._put((step, metrics))
 
     async def close(self) -> None:
         """Close all loggers at once; each is waited for at most its timeout."""
-        self._drop({worker: worker.problem() for worker in self._workers})
-        for worker in self._workers:
-            worker.put(None)
+        self._put(None)
         self._drop({worker: await worker.ended() for worker in self._workers})
         self._workers = []
+
+    def _put(self, record: tuple[int, Mapping[str, float]] | None) -> None:
+        self._drop({worker: worker.problem() for worker in self._workers})
+        for worker in self._workers:
+            worker.records.put_nowait(record)
 
     def _drop(self, problems: Mapping[LoggerThread, str | None]) -> None:
         for worker, why in problems.items():

@@ -1,6 +1,6 @@
-"""Does the policy look at the image? Evaluation with wrong images, and against the best answer without any.
+"""Evaluation against controls: wrong images, and the best answer without any. Also pass@k of sampled answers.
 
-A policy that learns where answers usually are scores well without seeing. It looks only if the right image scores higher
+A policy that learns where answers usually are scores well without the image. It looks only if the right image scores higher
 than another image of the same kind, than an image of another kind, and than the blind prior, each by more than chance.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from rayloop.core.groups import Scored
 from rayloop.core.types import ImageSource, Task, derive
-from rayloop.measure.intervals import LEAST, Interval, interval, paired_interval
+from rayloop.measure.intervals import LEAST, Interval, interval, paired_interval, pass_at
 
 RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same source", "other source", "blind", "sampled"
 """Arms: the right image; another of the same source; one of another source; the blind prior; the right image, sampled."""
@@ -36,7 +36,7 @@ class BlindPrior(Protocol):
 def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
     """Each task with the images of another task of the same source, or of another source; its question stays.
 
-    Tasks without images, and tasks for which there is no such other with other images, are left out.
+    Tasks without such another are left out.
     """
     order = [task for task in tasks if task.images]
     random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(order)
@@ -62,10 +62,7 @@ def _with_images(task: Task, images: list[ImageSource]) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One scored (or unscored) answer of an evaluation; ``sample`` counts the answers of one task in one arm.
-
-    ``cut``: ``sampling.max_tokens`` ended a turn of it.
-    """
+    """One answer of an evaluation, the ``sample``-th of its task and arm. ``cut``: ``sampling.max_tokens`` ended a turn of it."""
 
     arm: str
     task: str
@@ -95,8 +92,7 @@ Table = dict[str, dict[str, Interval]]
 
 
 def scores(items: Iterable[Item]) -> dict[str, dict[str, float]]:
-    """Score -> task -> mean over the task's answers, in the order of the tasks' ids: a resampling then is the same whatever the
-    order in which answers came. Answers without a reward are left out."""
+    """Score -> task -> mean over the task's scored answers, sorted by task, so that a resampling does not depend on their order."""
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in sorted(items, key=lambda item: item.key):
         for name, value in item.scores.items():
@@ -109,19 +105,8 @@ def means(items: Iterable[Item]) -> dict[str, Interval]:
     return {name: interval(list(by_task.values())) for name, by_task in scores(items).items()}
 
 
-def by_arm(items: Sequence[Item]) -> Table:
-    """The scores of every arm."""
-    arms = list(dict.fromkeys(item.arm for item in items))
-    return {arm: means(item for item in items if item.arm == arm) for arm in arms}
-
-
-def by_source(items: Sequence[Item]) -> Table:
-    """The right image's scores by source."""
-    return by_column(items, {item.task: item.source for item in items})
-
-
 def by_column(items: Sequence[Item], values: Mapping[str, str]) -> Table:
-    """The right image's scores by what ``values`` says of each task (its id -> the value of a column)."""
+    """The right image's scores by the values of a column; ``values``: id of a task -> value."""
     right = [item for item in items if item.arm == RIGHT]
     kinds = sorted({values.get(item.task, "") for item in right})
     return {kind: means(item for item in right if values.get(item.task, "") == kind) for kind in kinds}
@@ -129,8 +114,7 @@ def by_column(items: Sequence[Item], values: Mapping[str, str]) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A score of the ``tasks`` that two evaluations have in common: its means, and ``gain``, the mean of the differences task by
-    task with its 95 % interval."""
+    """A score of the ``tasks`` common to two evaluations: its means, and ``gain``, the mean paired difference with its interval."""
 
     tasks: int
     before: float
@@ -162,10 +146,7 @@ def against_controls(items: Sequence[Item]) -> Table:
 
 
 def looks(differences: Table) -> bool:
-    """Whether the reward with the right image is above that of every control, each interval excluding 0.
-
-    A control of too few items for an interval (``bootstrap.LEAST``) shows nothing.
-    """
+    """Whether the reward with the right image is above that of every control, with intervals that exclude 0."""
     return {SAME, OTHER} <= differences.keys() and all(map(_above, differences.values()))
 
 
@@ -176,11 +157,11 @@ def _above(difference: Mapping[str, Interval]) -> bool:
 
 def summarise(items: Sequence[Item], unscored: int) -> dict[str, Any]:
     """Means with their intervals by arm and by source, ``differences`` (right image minus control), whether it ``looks``."""
-    differences = against_controls(items)
+    differences, arms = against_controls(items), list(dict.fromkeys(item.arm for item in items))
     return {
         "items": sum(item.arm == RIGHT for item in items),
-        "arms": by_arm(items),
-        "sources": by_source(items),
+        "arms": {arm: means(item for item in items if item.arm == arm) for arm in arms},
+        "sources": by_column(items, {item.task: item.source for item in items}),
         "differences": differences,
         "looks": looks(differences) if differences else None,
         "unscored": unscored,
@@ -202,7 +183,7 @@ def table(summary: dict[str, Any]) -> list[str]:
     if differences := summary["differences"]:
         lines += ["right image minus control, paired:", *_rows("  ", differences), verdict(differences)]
     if summary["unscored"]:
-        lines.append(f"{summary['unscored']} answers have no score; run again to play them once events.jsonl's reason is mended")
+        lines.append(f"{summary['unscored']} answers have no score; run again once the reason in events.jsonl is removed")
     return lines
 
 
@@ -231,3 +212,25 @@ def _rows(indent: str, rows: Table) -> list[str]:
 def _shown(found: Interval) -> str:
     mean, low, high = found
     return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if low is not None else f"{mean:.3f} [too few items]"
+
+
+def pass_rates(items: Iterable[Item], score: str, least: float, arm: str = SAMPLED) -> dict[int, Interval]:
+    """k -> pass@k over tasks with its 95 % interval, for k = 1, 2, 4, ... and the number of sampled answers; empty without any.
+
+    An answer is right when its ``score`` is at least ``least``. k goes up to the answers of the task with fewest.
+    """
+    found: dict[str, list[bool]] = defaultdict(list)
+    for item in items:
+        if item.arm == arm and score in item.scores:
+            found[item.task].append(item.scores[score] >= least)
+    if not found:
+        return {}
+    most = min(map(len, found.values()))
+    counts = sorted({*(2**n for n in range(most.bit_length())), most})
+    tasks = [found[name] for name in sorted(found)]
+    return {k: interval([pass_at(len(task), sum(task), k) for task in tasks]) for k in counts}
+
+
+def solved_tasks(items: Iterable[Item], score: str, least: float) -> set[str]:
+    """The tasks with at least one right answer, of any arm that shows the right image."""
+    return {item.task for item in items if score in item.scores and item.scores[score] >= least}

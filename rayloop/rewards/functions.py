@@ -15,17 +15,66 @@ All may be coroutine functions. A parameter that nothing fills and that has no d
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 from numbers import Number
 from typing import Any, Literal
 
 from rayloop.core.failures import ConfigError, InfrastructureFailure
-from rayloop.core.groups import Scored, Unscored, UnscoredKind
+from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import GroupRewardSource, RewardSource, ScoreContext
-from rayloop.core.types import ImageSource, Task, Trajectory
+from rayloop.core.types import Task, Trajectory
 from rayloop.data.dataset import TRUTHS
-from rayloop.rewards.outcomes import elements
+
+
+def as_outcome(result: Any) -> Outcome:
+    """The outcome of one result: an Outcome, or a value that ``float`` makes a finite number (a bool, a tensor without dimensions).
+    Anything else, texts included, is an invalid reward; such components are dropped and flagged ``invalid_component``."""
+    if isinstance(result, Unscored):
+        return result
+    scored = result if isinstance(result, Scored) else Scored(result)
+    value = _number(scored.value)
+    if value is None:
+        why = f"the reward source returned {scored.value!r:.200}, not a finite number"
+        return Unscored(UnscoredKind.INVALID_REWARD, why, why)
+    given = {str(name): _number(value) for name, value in scored.components.items()}
+    components = {name: number for name, number in given.items() if number is not None}
+    dropped = ("invalid_component",) if len(components) < len(scored.components) else ()
+    return Scored(value, components, (*map(str, scored.flags), *dropped))
+
+
+def _number(value: Any) -> float | None:
+    """``float(value)`` if that is finite, else None. Arrays and tensors must be without dimensions."""
+    if type(value) is float:
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | bytes | bytearray) or getattr(value, "shape", ()) != ():
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def as_outcomes(result: Any, count: int) -> list[Outcome]:
+    """``as_outcome`` of each of ``count`` elements. Raises TypeError for a result without elements (or a generator, which would run
+    here), ValueError for another number of them."""
+    found = None if isinstance(result, Iterator) else elements(result, count + 1)
+    if found is None:
+        raise TypeError(f"a list of {count} outcomes was expected, one per trajectory, not {result!r:.200}")
+    if len(found) != count:
+        raise ValueError(f"{count} outcomes were expected, one per trajectory, not {len(found) if len(found) < count else 'more'}")
+    return [as_outcome(one) for one in found]
+
+
+def elements(result: Any, most: int) -> list[Any] | None:
+    """The first ``most`` elements of a list, an array, a tensor or a generator; None for any other value."""
+    if not isinstance(result, Iterable) or isinstance(result, str | bytes | Mapping | Set):
+        return None
+    return None if getattr(result, "shape", None) == () else list(islice(result, most))
+
 
 Per = Literal["trajectory", "group"]
 METHODS: dict[Per, str] = {"trajectory": "score", "group": "score_group"}
@@ -47,10 +96,7 @@ class RewardCall:
 
 
 class FunctionReward:
-    """A function as a source. ``form`` makes its keyword arguments, and an outcome of its result.
-
-    ``infrastructure`` may be an attribute of the function, and is then that of the source.
-    """
+    """A function as a source: ``form`` makes its keyword arguments, and an outcome of its result."""
 
     def __init__(self, function: Callable[..., Any], form: FunctionForm) -> None:
         self._function, self._form = function, form
@@ -82,20 +128,12 @@ class FunctionReward:
             raise TypeError(f"the reward function wants {', '.join(lacks)}, and the row has no such column; offered are {known}")
         return chosen
 
-
-class TrajectoryFunction(FunctionReward):
-    """A function that is called with one trajectory (``reward.per: trajectory``)."""
-
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Any:
-        """The outcome of one trajectory."""
+        """The outcome of one trajectory (``reward.per: trajectory``)."""
         return self._call(RewardCall(self._takes, [trajectory], task, [context]), self._form.outcome)
 
-
-class GroupFunction(FunctionReward):
-    """A function that is called with the trajectories of a group (``reward.per: group``)."""
-
     def score_group(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> Any:
-        """The outcomes of a group, in order."""
+        """The outcomes of a group, in order (``reward.per: group``)."""
         call = RewardCall(self._takes, trajectories, task, contexts)
         return self._call(call, lambda result, parts: self._form.outcomes(result, len(trajectories), parts))
 
@@ -135,22 +173,24 @@ class TrainerState:
 
 
 class TrlForm(FunctionForm):
-    """TRL's form. ``completions`` is [[{"role": "assistant", "content": text}, ...]], one message per sampled turn.
-
-    It is [text] when the row's ``prompt`` is a text, or the parameter is annotated as ``list[str]``.
-    """
+    """TRL's form. ``completions`` has a list of messages, one per turn; a text for ``list[str]`` and text prompts."""
 
     def arguments(self, call: RewardCall) -> dict[str, Any]:
         """Lists of one element per trajectory, by name."""
         takes, task, count = call.takes, call.task, len(call.trajectories)
         plain = _is_list_of_str(takes["completions"].annotation) or isinstance(task.extra.get("prompt"), str)
-        messages = [{"role": m.role, "content": "".join(map(_text, m.parts))} for m in task.messages]
-        columns = _columns(task)
+        texts = ("".join(part if isinstance(part, str) else "<image>" for part in m.parts) for m in task.messages)
+        messages = [{"role": m.role, "content": text} for m, text in zip(task.messages, texts, strict=True)]
+        columns = {"ground_truth": task.ground_truth, "data_source": task.source}
+        columns |= {k: value for k, value in task.extra.items() if isinstance(k, str) and k not in ("prompt", "completion")}
         columns |= {name: task.ground_truth for name in TRUTHS if name in takes and name not in columns}
         return {
             **{name: [value] * count for name, value in columns.items()},
             "prompts": ["\n".join(m["content"] for m in messages) if plain else messages] * count,
-            "completions": [_completion(context.texts, plain) for context in call.contexts],
+            "completions": [
+                "\n".join(context.texts) if plain else [{"role": "assistant", "content": text} for text in context.texts]
+                for context in call.contexts
+            ],
             "completion_ids": [[id for turn in t.sampled_turns for id in turn.token_ids] for t in call.trajectories],
             "trainer_state": TrainerState(call.contexts[0].step),
             "log_metric": None,
@@ -205,25 +245,19 @@ def as_source(source: Any, use: str, per: Per = "trajectory") -> RewardSource | 
     """The source itself, or a function of one of the forms as a source. Raises ConfigError that names the expected forms."""
     if hasattr(source, METHODS[per]):
         return source
-    kind, own = (TrajectoryFunction, OWN) if per == "trajectory" else (GroupFunction, GROUP)
+    own, form = (OWN, FunctionForm) if per == "trajectory" else (GROUP, GroupForm)
     takes = inspect.signature(source).parameters
-    made: FunctionReward | None = None
     if "completions" in takes:
-        made = kind(source, TrlForm())
-    elif "solution_str" in takes and per == "trajectory":
-        made = kind(source, VerlForm())
-    elif set(own) & set(takes) and set(_required(takes)) <= set(own):
-        made = kind(source, FunctionForm() if per == "trajectory" else GroupForm())
-    if made is None:
-        raise ConfigError(_no_reward(use, takes, per))
-    return made  # type: ignore[return-value] # of the kind that fits per
+        return FunctionReward(source, TrlForm())
+    if "solution_str" in takes and per == "trajectory":
+        return FunctionReward(source, VerlForm())
+    if set(own) & set(takes) and set(_required(takes)) <= set(own):
+        return FunctionReward(source, form())
+    raise ConfigError(_no_reward(use, takes, per))
 
 
 def around(source: Any) -> tuple[type[BaseException], ...]:
-    """The exceptions of a source that are failures of the infrastructure (network, disk, memory) and not of the policy.
-
-    Raises ConfigError when ``infrastructure`` is neither True nor a tuple of exception types.
-    """
+    """The exceptions of a source that are failures of the infrastructure. Raises ConfigError for an unusable ``infrastructure``."""
     declared = getattr(source, "infrastructure", False)
     if isinstance(declared, bool):
         return (Exception,) if declared else UNAVAILABLE
@@ -260,21 +294,6 @@ _HIDDEN = (
 def _required(takes: Mapping[str, inspect.Parameter]) -> list[str]:
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [name for name, p in takes.items() if p.default is p.empty and p.kind not in variable]
-
-
-def _columns(task: Task) -> dict[str, Any]:
-    """The row's columns as far as the reader kept them, without the prompt and the completion."""
-    return {"ground_truth": task.ground_truth, "data_source": task.source} | {
-        name: value for name, value in task.extra.items() if isinstance(name, str) and name not in ("prompt", "completion")
-    }
-
-
-def _completion(texts: Sequence[str], plain: bool) -> Any:
-    return "\n".join(texts) if plain else [{"role": "assistant", "content": text} for text in texts]
-
-
-def _text(part: str | ImageSource) -> str:
-    return part if isinstance(part, str) else "<image>"
 
 
 def _is_list_of_str(annotation: Any) -> bool:

@@ -20,10 +20,8 @@ PLAYED = Trajectory(TrajectoryId(0, 0), 0, "", 0, (), Sampling(), EndReason.DONE
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One completion: the texts of the sampled turns, and the task with the truth.
-
-    ``trajectory`` has the row's other data of the episode (``played``); ``step`` is the training step that the reward assumes.
-    """
+    """One completion: the texts of the sampled turns, the task with the truth, the row's other data of the episode
+    (``trajectory``), and the training step that the reward assumes."""
 
     texts: tuple[str, ...]
     task: Task
@@ -45,12 +43,17 @@ class OfflineScoring:
     use: str
     variants: tuple[str, ...]
     rewards: tuple[str, ...]
-    settings: Callable[[str, str | None], dict[str, Any]]
     read: Callable[[Mapping[str, Any], str], Saved]
-    aliases: Mapping[str, str]
-    answer: Callable[[Saved, str], str | None]
+    answer: Callable[[Saved, str], str | None] = lambda saved, variant: saved.texts[-1].strip() or None
+    settings: Callable[[str, str | None], dict[str, Any]] = lambda variant, reward: {"variant": variant}
+    aliases: Mapping[str, str] = field(default_factory=dict)
     notes: Callable[[Sequence[Saved], str], Sequence[str]] = lambda saved, variant: ()
     others: Mapping[str, str] = field(default_factory=dict)
+
+
+def name_of(row: Mapping[str, Any], where: str) -> str:
+    """The row's ``id``, else the task of a line of ``rollouts``, else its place."""
+    return str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
 
 
 def texts_of(row: Mapping[str, Any], where: str) -> tuple[str, ...]:

@@ -1,11 +1,4 @@
-"""Production: plays groups of tasks for ever, and hands a step those that it trains on.
-
-What starts next is the ``GroupScheduler``'s, what is finished ``FinishedGroups``', what a step takes ``ReadyGroups``'. Here is what
-connects them: groups in flight, and who waits for whom.
-
-What a step waits for has begun and needs no further room, so the bound on staleness cannot keep it from ending; deadlines of
-episodes bound the wait.
-"""
+"""Plays groups of tasks without end, and gives a step those that it trains on. A step waits only for groups that have begun."""
 
 from __future__ import annotations
 
@@ -22,11 +15,9 @@ from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.filtering import Enough, generation_verdict
-from rayloop.rollout.finished import FinishedGroups, Quarantine
-from rayloop.rollout.group_rollout import GroupRequest, GroupRollout, Player
+from rayloop.rollout.finished import FinishedGroups, Quarantine, ReadyGroups
 from rayloop.rollout.plain import Own
-from rayloop.rollout.ready import ReadyGroups
-from rayloop.rollout.scheduler import GroupScheduler
+from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupScheduler, Player
 from rayloop.run.config import RunConfig
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.rows import Reports
@@ -40,7 +31,7 @@ async def _nothing_lost(groups: tuple[Group, ...]) -> Collection[TrajectoryId]:
 
 
 class RolloutManager:
-    """``in_flight`` is what is being played, by group number."""
+    """Connects scheduler, finished and ready groups. ``in_flight``: the groups being played, by number."""
 
     def __init__(self, config: RunConfig, ledger: Ledger, dataset: Dataset, reporter: Reports, blame: Quarantine) -> None:
         self.config, self.ledger, self.dataset, self._reporter = config, ledger, dataset, reporter
@@ -57,10 +48,8 @@ class RolloutManager:
         self._waiting: list[asyncio.Future[None]] = []
         self._last_commit: asyncio.Future[None] | None = None
 
-    # Playing groups ------------------------------------------------------------------------------------------------
-
     async def run(self, player: Player, finish: Finish) -> None:
-        """Start groups for ever, as admitted. Groups of an earlier run of this method are gone: they are issued again."""
+        """Start groups without end, as admitted. Groups in flight in an earlier call are lost, and are issued again."""
         self.scheduler.again(self.in_flight.values())
         if self.in_flight:
             self.ledger.reissue_live()
@@ -74,7 +63,9 @@ class RolloutManager:
                         self._notify()
                         break
                     self.in_flight[request.number] = request
-                    group.create_task(self._produce(request, player, finish, self._turn()))
+                    done = asyncio.get_running_loop().create_future()
+                    group.create_task(self._produce(request, player, finish, self._last_commit, done))
+                    self._last_commit = done
                 await self._change()
 
     def _admissible(self) -> int:
@@ -85,21 +76,13 @@ class RolloutManager:
         occupied, rate = self.ready.survivors + self._taken, self.finished.acceptance.value
         return self.scheduler.admissible(ready=occupied, in_flight=len(self.in_flight), acceptance=rate)
 
-    def _turn(self) -> tuple[asyncio.Future[None] | None, asyncio.Future[None]]:
-        """In deterministic mode groups are committed in request order: each waits for the one before it."""
-        mine = asyncio.get_running_loop().create_future()
-        before, self._last_commit = self._last_commit, mine
-        return (before if self.config.rollout.deterministic else None), mine
-
     async def _produce(
-        self, request: GroupRequest, player: Player, finish: Finish,
-        turn: tuple[asyncio.Future[None] | None, asyncio.Future[None]],
-    ) -> None:  # fmt: skip
-        """Play one group, wait for its turn, finish it."""
-        before, done = turn
+        self, request: GroupRequest, player: Player, finish: Finish, before: asyncio.Future[None] | None, done: asyncio.Future[None]
+    ) -> None:
+        """Play and finish one group. In deterministic mode groups are committed in request order: ``before`` is the one before."""
         try:
             group = await self._playing.play(request, self.dataset[request.index], player)
-            if before is not None:
+            if before is not None and self.config.rollout.deterministic:
                 await asyncio.shield(before)
             group = await finish(group)
             if why := self.finished.commit(group):
@@ -111,13 +94,11 @@ class RolloutManager:
             if not done.done():
                 done.set_result(None)
 
-    # Taking a step's groups ----------------------------------------------------------------------------------------
-
     async def collect(self, version: Version, inherited: Mapping[int, int], hold: Hold = _nothing_lost) -> Collected:
-        """Wait until the step's target is ready, with all that must not wait longer, or its budget is spent; rank and cut.
+        """Wait until the step's target is ready, or its budget is spent; rank and cut. ``version`` is the one that will train.
 
-        ``version`` is the one that will train, and ``hold`` makes sure that it can: it returns the trajectories that are lost,
-        which are then excluded and made up for. Raises GenerationBudgetSpent, ConfigError (no task is left), Stalled, Preempted.
+        ``hold`` keeps the payloads, and returns the trajectories that are lost, which are excluded and made up for. Raises
+        GenerationBudgetSpent, ConfigError (no task is left), Stalled, Preempted.
         """
         self._collecting = True
         self._notify()
@@ -141,30 +122,24 @@ class RolloutManager:
         self.ready.take(chosen, among)
         self.scheduler.begin_step()
         self._taken = sum(len(group.kept) for group in chosen.train)
-        return self._collected(chosen.train)
-
-    def _collected(self, groups: tuple[Group, ...]) -> Collected:
-        """What the step takes, and what happened since the one before, which is then forgotten."""
         finished, self.finished.groups = tuple(self.finished.groups), []
         dropped, self.ready.dropped = self.ready.dropped, Counter()
-        return Collected(groups, finished, dict(dropped), self.finished.acceptance.value, self.finished.buffer.stats())
+        return Collected(chosen.train, finished, dict(dropped), self.finished.acceptance.value, self.finished.buffer.stats())
 
     def synced(self, version: Version) -> None:
-        """Engines serve ``version``, and what the step before took is trained: until then it fills the bound on staleness."""
+        """Engines serve ``version``: the groups of the step before are trained, and no longer count against the staleness bound."""
         self._playing.version, self._taken = version, 0
         self._notify()
 
     def _owed(self, version: Version, inherited: Mapping[int, int]) -> bool:
-        """Whether what is being played belongs to this step: all of a synchronous round (a resumed one too), or a group that
-        would be too old for the next step."""
+        """Whether this step must wait for groups in flight: a synchronous round, or a group too old for the next step."""
         c = self.config.algorithm.staleness
         if c.max_staleness == 0:
             return bool(self.in_flight or (self.scheduler.one_round and self.scheduler.reissue))
         return c.when_late == "wait" and self._playing.any_due(version, inherited)
 
     def _verdict(self, owed: bool) -> Enough:
-        """Train, or wait for more. What is ``owed`` is awaited; the budget is spent when nothing is in flight, also when every task
-        is quarantined."""
+        """Train, or wait for more: for ``owed`` groups, and while groups are in flight or the budget allows others."""
         c, survivors, spent = self.config.algorithm, self.ready.survivors, self.scheduler.spent
         if not (survivors >= c.target and not owed) and (self.in_flight or self.scheduler.reissue or not spent):
             return Enough.MORE
@@ -180,10 +155,8 @@ class RolloutManager:
             raise
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
-        """These trajectories were scored, and their payloads are gone with the node that held them: nobody can train on them.
-
-        They are made up for at no cost to the step's budget, which is about filters, as often as that has groups.
-        """
+        """The payloads of these scored trajectories are gone. Others replace them at no cost to the step's budget, up to its
+        size."""
         self._reporter.event(incidents.PayloadLost(sorted(map(str, ids))))
         self.scheduler.make_up_for(self.finished.lose(ids))
         self.ready.lose(ids)
@@ -214,8 +187,6 @@ class RolloutManager:
         if self.scheduler.quarantine(task, path, reason):
             self._notify()
 
-    # The end, and the checkpoint -----------------------------------------------------------------------------------
-
     def stop(self) -> None:
         """Begin nothing more; ``collect`` raises Preempted."""
         self._stopping = True
@@ -241,10 +212,8 @@ class RolloutManager:
         }
 
     def restore(self, state: Mapping[str, Any], own: Own) -> None:
-        """Go on where ``state`` was taken: groups that were in flight will be issued again. ``own`` keeps a payload.
-
-        Raises CheckpointError when data, seed or shuffling have changed. A row that the data no longer has keeps its id.
-        """
+        """Go on where ``state`` was taken: groups that were in flight will be issued again. ``own`` keeps a payload. Raises
+        CheckpointError when data, seed or shuffling have changed. A row that the data no longer has keeps its id."""
         tasks = {task.id: task for task in self.dataset}
 
         def task(id: str) -> Task:

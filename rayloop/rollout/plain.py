@@ -1,9 +1,5 @@
-"""Groups, members and trajectories as plain values (what JSON knows, bytes and arrays) and back, for the checkpoint.
-
-A dataclass becomes a mapping from its fields' names, an id or a version the list of its numbers. pydantic reads them back by the
-classes' types, which runs no code from the checkpoint. A field without a default that is added to a class raises ``SCHEMA``
-(rayloop/run/identity.py).
-"""
+"""Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back, for the checkpoint; pydantic reads them by
+type, which runs no code. A new field without a default requires another ``SCHEMA`` (rayloop/run/identity.py)."""
 
 from __future__ import annotations
 
@@ -87,9 +83,6 @@ def _read(cls: type[T], plain: Mapping[str, Any], **made: Any) -> T:
     return value
 
 
-# Groups ----------------------------------------------------------------------------------------------------------------
-
-
 def plain_group(group: Group) -> Plain:
     """A group; of its task only the id, since the row is in the run's data."""
     members = [plain_member(member) for member in group.members]
@@ -147,9 +140,6 @@ def _outcome_from(plain: Plain) -> Outcome:
         return _read(Scored, plain)
     rest = dict(plain)
     return _read(Unscored, rest, kind=rest.pop("unscored"))
-
-
-# Trajectories ----------------------------------------------------------------------------------------------------------
 
 
 def plain_trajectory(trajectory: Trajectory) -> Plain:

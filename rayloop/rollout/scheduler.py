@@ -1,4 +1,4 @@
-"""What starts next: which task, under which number, and whether the staleness bound and the step's budget leave room for it.
+"""Group requests: which task starts next, under which number, and whether staleness, budget and engine caches leave room for it.
 
 With ``max_staleness: 0`` groups start in rounds, only while a step waits for them; a round ends before the next begins, so
 nothing in flight survives a weight sync. Otherwise groups start whenever the staleness bound leaves room.
@@ -6,20 +6,107 @@ nothing in flight survives a weight sync. Otherwise groups start whenever the st
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, replace
-from typing import Any
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Protocol
 
 from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.ledger import Ledger
-from rayloop.core.types import Task
+from rayloop.core.protocols import EngineHealth
+from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version, derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
-from rayloop.grpo.staleness import open_slots
-from rayloop.rollout.group_rollout import GroupRequest
+from rayloop.grpo.staleness import is_due, open_slots
 from rayloop.run.config import RunConfig
 from rayloop.run.order import Order
+
+
+@dataclass(frozen=True)
+class GroupRequest:
+    """A group to play: its number, its task's index in the dataset, and how often that task was visited before."""
+
+    number: int
+    index: int
+    visit: int
+
+    def ids(self, size: int) -> list[TrajectoryId]:
+        """Of its ``size`` trajectories."""
+        return [TrajectoryId(self.number, sample) for sample in range(size)]
+
+
+class Player(Protocol):
+    """Plays and scores groups, also when actors die (cluster/supervision/attempts.py)."""
+
+    async def play(self, asked: Sequence[RolloutRequest], step: int, begins: Callable[[RolloutRequest], None]) -> list[Member]:
+        """The members of a group for ``step``. ``begins`` is called when an episode is let into the engines."""
+
+
+def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: int) -> list[RolloutRequest]:
+    """The episodes of one group: what each samples follows from the run's seed, the task, the sample and the visit."""
+    sampling = config.rollout.sampling.sampling()
+    cohort = len(ids) if config.rollout.deterministic else None
+    return [RolloutRequest(task, i, 0, derive(config.seed, task.id, i.sample, visit), sampling, cohort) for i in ids]
+
+
+class GroupRollout:
+    """Plays groups for the version that the engines serve. ``changed`` is called when an episode begins once more. Until an episode
+    ends, the version that began it is assumed to be the served one when it was let into the engines, which is that or an older
+    one."""
+
+    def __init__(self, config: RunConfig, changed: Callable[[], None]) -> None:
+        self.config, self._changed = config, changed
+        self.version = Version(0, 0)
+        self._began: dict[int, dict[int, Version]] = {}
+        self._versions: Counter[Version] = Counter()
+        """Version -> episodes in flight that it began."""
+
+    async def play(self, request: GroupRequest, task: Task, player: Player) -> Group:
+        """All members of a group, which counts as being played until ``forget``."""
+        asked = requests(self.config, task, request.ids(self.config.algorithm.group_size), request.visit)
+        self._began[request.number] = {}
+        members = await player.play(asked, self.version.step, self._begins)
+        for member in members:
+            self._set(member.summary.id, member.summary.first_version if isinstance(member.outcome, Scored) else None)
+        return Group(request.number, task, tuple(members))
+
+    def _begins(self, request: RolloutRequest) -> None:
+        if self._set(request.id, self.version):
+            self._changed()
+
+    def _set(self, id: TrajectoryId, version: Version | None) -> bool:
+        """Count an episode under the version that began it (None: no longer). Returns whether it was counted before."""
+        began = self._began[id.group]
+        if before := began.pop(id.sample, None):
+            self._forget(before)
+        if version is not None:
+            began[id.sample] = version
+            self._versions[version] += 1
+        return before is not None
+
+    def _forget(self, version: Version) -> None:
+        self._versions[version] -= 1
+        if not self._versions[version]:
+            del self._versions[version]
+
+    def any_due(self, training: Version, inherited: Mapping[int, int]) -> bool:
+        """Whether a group holds what ``training`` is the last version to train on."""
+        limit = self.config.algorithm.staleness.max_staleness
+        return any(is_due(first, training, limit, inherited) for first in self._versions)
+
+    def forget(self, request: int) -> None:
+        """Count a group's episodes no longer."""
+        for version in self._began.pop(request).values():
+            self._forget(version)
+
+    def clear(self) -> None:
+        """Count no episode any longer."""
+        self._began.clear()
+        self._versions.clear()
 
 
 class GroupScheduler:
@@ -43,8 +130,8 @@ class GroupScheduler:
         self._on_bad_row = on_bad_row
 
     def admissible(self, *, ready: int, in_flight: int, acceptance: float) -> int:
-        """How many groups may start now. ``ready``: trajectories that wait to be trained, or are just being trained;
-        ``in_flight``: groups that are being played, of whose trajectories the share ``acceptance`` will survive."""
+        """How many groups may start now, with ``ready`` trajectories that wait for training or are in it, and ``in_flight`` groups,
+        of whose trajectories the share ``acceptance`` will survive."""
         c = self.config.algorithm
         stale = c.staleness.max_staleness
         if stale == 0 and in_flight:
@@ -97,7 +184,7 @@ class GroupScheduler:
         self.reissue = sorted([*self.reissue, *issues], key=lambda request: request.number)
 
     def make_up_for(self, trajectories: int) -> None:
-        """So many were lost after they were scored: groups for them cost the step nothing, as often as its budget has groups."""
+        """Groups that replace so many lost trajectories cost the step nothing, as often as its budget has groups."""
         groups = math.ceil(trajectories / self.config.algorithm.group_size)
         again = min(groups, self.budget - self._made_up_for)
         self._made_up_for += again
@@ -106,8 +193,6 @@ class GroupScheduler:
     def begin_step(self) -> None:
         """The groups of a step were taken: the next one has its own budget."""
         self.issued_this_step = self._made_up_for = 0
-
-    # Tasks that fail -----------------------------------------------------------------------------------------------
 
     def quarantine(self, task: Task, path: str, reason: str) -> bool:
         """Never issue this task again, and write down why. Returns whether that is new."""
@@ -136,10 +221,8 @@ class GroupScheduler:
             raise self.no_task()
         return [task for task in self.dataset if task.id not in self.quarantined]
 
-    # The checkpoint ------------------------------------------------------------------------------------------------
-
     def state(self, in_flight: Iterable[GroupRequest]) -> dict[str, Any]:
-        """Plain values. What is ``in_flight`` will be issued again, before anything else."""
+        """Plain values. Groups ``in_flight`` will be issued again first."""
         again, playing = [astuple(request) for request in self.reissue], [astuple(request) for request in in_flight]
         synchronous = self.config.algorithm.staleness.max_staleness == 0
         return {
@@ -160,3 +243,59 @@ class GroupScheduler:
         self.one_round = state["one_round"]
         self.issued_this_step, self._made_up_for = state["issued_this_step"], state["made_up_for"]
         self.quarantined = set(state["quarantined"])
+
+
+FULL = 0.9
+"""Share of an engine's cache from which on requests that wait mean that there are too many episodes."""
+GROWTH = 1.25
+"""Factor between two looks, while every admitted episode fits."""
+
+
+class ConcurrencyLimit:
+    """How many episodes play at once: ``limit``, until an engine's cache is full and requests wait for it; then as many as it
+    holds."""
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self.limit = limit
+        self.inside = 0
+        self.metrics: dict[str, float] = {}
+        """Of the engines' last answers."""
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    @asynccontextmanager
+    async def room(self, episodes: int = 1) -> AsyncIterator[None]:
+        """Admits so many episodes together when there is room for one of them; first come, first served."""
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, episodes))
+        self._let_in()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.cancelled():
+                self._waiting = deque(other for other in self._waiting if other[0] is not turn)
+            else:
+                self.inside -= episodes
+            self._let_in()
+
+    def observe(self, engines: Sequence[EngineHealth]) -> None:
+        """Adapt the limit to the engines' load: down to the episodes that they really decode, up by ``GROWTH``."""
+        caches = [engine.cache for engine in engines if engine.cache is not None]
+        if not caches:
+            return
+        running, waiting = sum(engine.running for engine in engines), sum(engine.waiting for engine in engines)
+        self.metrics = {"rollout/cache": max(caches), "rollout/waiting": float(waiting)}
+        if waiting and max(caches) >= FULL:
+            self.limit = max(len(caches), math.floor(self.inside * running / (running + waiting)))
+        elif not waiting and max(caches) < FULL and self.inside >= self.limit:
+            self.limit = math.ceil(self.limit * GROWTH)
+            self._let_in()
+        if self.limit < math.inf:
+            self.metrics["rollout/in_flight_limit"] = float(self.limit)
+
+    def _let_in(self) -> None:
+        while self._waiting and self.inside < self.limit:
+            turn, episodes = self._waiting.popleft()
+            if not turn.done():
+                self.inside += episodes
+                turn.set_result(None)

@@ -56,7 +56,7 @@ class DataSettings(SettingsModel):
     shuffle: bool = True
     """A new order in each epoch, from the seed. Off for a curriculum: rows in the order of the file."""
     order: Annotated[Component, Role("order", ("tier",))] | None = None
-    """A curriculum: which rows come first in the first epoch, as ``{use: "rayloop.recipes.arc_vision.curriculum:LargeFirst"}`` or
+    """A curriculum: which rows come first in the first epoch, as ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or
     ``rayloop.run.order:BySolveRate``. Set it when most rows are too hard at first. None: all are alike."""
     strict: bool = False
     """Stop at the first bad row or image instead of quarantining it: for data that you believe to be clean."""

@@ -82,7 +82,7 @@ class EvaluationSettings(SettingsModel):
     """Before the first and after the last step, also play wrong images: does the policy look? On for evidence about images."""
     blind: Component | None = None
     """The best answers without an image, fitted on ``data.train``, as another control (rayloop/measure/controls.py), for
-    example ``{use: "rayloop.recipes.arc_vision.controls:BlindBox"}``."""
+    example ``{use: "rayloop.recipes.arc_vision.boxes:BlindBox"}``."""
 
 
 class ReportSettings(SettingsModel):

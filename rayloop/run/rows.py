@@ -8,8 +8,8 @@ from rayloop.core import incidents
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Task
+from rayloop.data.cursor import evenly
 from rayloop.data.dataset import Dataset
-from rayloop.data.subset import evenly
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import SHOWN
 

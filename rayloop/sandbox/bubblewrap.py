@@ -1,18 +1,94 @@
-"""A bubblewrap command line: a program with the system's folders read-only, no network, and sized folders to write to."""
+"""A bubblewrap command line (a program with the system's folders read-only, no network, sized folders to write to), and the users
+of such programs: numbers without a name, one for each program that root starts."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import pwd
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from rayloop.sandbox import uids
+USERS = range(61184, 65520)
+"""What systemd keeps for users without a name; below 65,536, so that a rootless container has them too."""
+_next = itertools.count(os.getpid() * 61)
+
+
+class NoUser(OSError):
+    """There is no free user number, or this process may not become another user."""
+
+
+class User:
+    """A user number, for this process alone until ``close`` or its end."""
+
+    def __init__(self, number: int, lock: socket.socket) -> None:
+        self.number, self._lock = number, lock
+
+    def close(self) -> None:
+        """Give the number back."""
+        self._lock.close()
+
+
+@contextmanager
+def borrowed() -> Iterator[int | None]:
+    """A number for a program that root starts, as long as it is needed; None for another user. Raises NoUser."""
+    if os.geteuid() != 0:
+        yield None
+        return
+    user = free_user()
+    try:
+        yield user.number
+    finally:
+        user.close()
+
+
+def free_user() -> User:
+    """A number without a name, a process or another claim. Raises NoUser. Only root has use for it.
+
+    The claim is the name of an abstract socket: the kernel frees it when the process ends, however that ends.
+    """
+    taken, mapped = _taken(), _mapped()
+    for _ in USERS:
+        number = USERS[next(_next) % len(USERS)]
+        if number in taken or number >= mapped:
+            continue
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            lock.bind(f"\0sandbox-user-{number}")
+        except OSError:
+            lock.close()
+            continue
+        return User(number, lock)
+    raise NoUser(f"no user number between {USERS[0]} and {USERS[-1]} is free (mapped here: those below {mapped})")
+
+
+@functools.cache
+def _taken() -> frozenset[int]:
+    """Numbers that have a name or, when this process first asked, a process."""
+    named = {entry.pw_uid for entry in pwd.getpwall()}
+    running = set()
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            try:
+                running.add(entry.stat().st_uid)
+            except OSError:
+                continue  # it has ended
+    return frozenset(named | running)
+
+
+def _mapped() -> int:
+    """Numbers from 0 up to this one exist in this user namespace."""
+    with open("/proc/self/uid_map", encoding="utf-8") as file:
+        return max(int(first) + int(count) for first, _, count in map(str.split, file))
+
 
 MIB = 1 << 20
 SYSTEM = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/fonts", "/etc/localtime")
@@ -21,7 +97,7 @@ OF_USR = tuple(f"/usr/{name}" for name in ("bin", "sbin", "lib", "lib32", "lib64
 """Not /usr/local/etc or /usr/src, where machines and images keep keys and data."""
 _OF_PYTHON = ("bin", "lib", "lib64", "share", "pyvenv.cfg")
 Proc = Literal["fresh", "host", "none"]
-"""host: this machine's, where a container lets no fresh one be mounted. Whoever asks for it covers it before code can look."""
+"""host: this machine's, where a container forbids a fresh one; the caller must cover it before code can look."""
 
 
 def command(
@@ -38,17 +114,14 @@ def command(
 ) -> list[str]:
     """The command line that runs ``program`` in namespaces of its own (user, process ids, mounts, IPC, host name, network: none).
 
-    It dies with the thread that starts it, and sees of this machine: ``OF_USR``; ``SYSTEM``; the files and folders of ``read``, at
-    their own paths and read-only; those of ``write`` (here -> inside), which must be writable by ``uid``; ``folders``: empty
-    ones in memory, path -> bytes at most (/tmp with 64 MiB and /dev/shm with 16 MiB, unless they are named). Its variables are
-    ``environment`` and a PATH; bwrap itself is started without any, since they could be read inside, from /proc/1/environ.
-    ``options`` are further ones of bwrap, put last, such as ``--file FD PATH``. ``beside``: a program, and its own ``uid`` as
-    above, that runs in the same namespaces as a child of ``program``, which finds its process id in the variable BESIDE. As
-    another user it is out of the reach of what ``program`` starts.
+    It ends with the thread that starts it. It sees ``OF_USR`` and ``SYSTEM``; the paths of ``read``, read-only; those of ``write``
+    (here -> inside), which ``uid`` must be able to write; and ``folders``, empty ones in memory (path -> bytes; /tmp has 64 MiB and
+    /dev/shm 16 MiB by default). Its variables are ``environment`` and a PATH; bwrap itself has none, since code inside could read
+    them from /proc/1/environ. ``options`` of bwrap come last, such as ``--file FD PATH``. ``beside``: a program and its ``uid``,
+    in the same namespaces, as a child of ``program``, which finds its process id in the variable BESIDE.
 
-    Started by root it must be given a ``uid`` (``uids.free_user``), which ``program`` then has, without any privilege: nothing
-    that the policy wrote is run as root. Another user keeps his own number, and ``uid`` must be None.
-    Raises ValueError when that is not so, FileNotFoundError without bwrap or a folder of ``read``.
+    ``uid`` (``free_user``) is the unprivileged user of a program that root starts; another user must give None. Raises ValueError
+    when that is not so, FileNotFoundError without bwrap or a folder of ``read``.
     """
     bwrap, root = _found(uid), os.geteuid() == 0
     unshared = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try"]
@@ -67,7 +140,7 @@ def command(
     for path, size in {"/tmp": 64 * MIB, "/dev/shm": 16 * MIB, **(folders or {})}.items():
         line += [*_parents(path), "--size", str(size), "--perms", "1777", "--tmpfs", path]
     for path in sorted({*filter(os.path.exists, SYSTEM), *map(os.path.abspath, read)}):
-        if not any(_within(path, folder) for folder in OF_USR):
+        if not any(Path(path).is_relative_to(folder) for folder in OF_USR):
             line += [*_parents(path), "--ro-bind", path, path]
     for here, inside in (write or {}).items():
         line += [*_parents(inside), "--bind", here, inside]
@@ -120,9 +193,9 @@ def refused(uid: int | None = None, proc: Proc = "fresh") -> str:
 def refused_here() -> str:
     """Why ``command`` does not work for programs that this user starts; empty when it does."""
     try:
-        with uids.borrowed() as number:
+        with borrowed() as number:
             return refused(number)
-    except uids.NoUser as error:
+    except NoUser as error:
         return str(error)
 
 
@@ -141,7 +214,3 @@ def _parents(path: str) -> Iterator[str]:
     for folder in above:
         if folder not in ("/usr", "/tmp", "/dev"):
             yield from ("--perms", "0755", "--dir", folder)
-
-
-def _within(path: str, folder: str) -> bool:
-    return Path(path).is_relative_to(folder)

@@ -1,8 +1,4 @@
-"""System calls by name: (number on x86_64, number on aarch64), None where there is none.
-
-``ALWAYS``, ``WRITING`` and ``CONDITIONAL``: what computing, drawing and reading need. ``OF_ADMINISTRATORS``: what no program of a
-desktop needs. From the kernel's asm/unistd_64.h and asm-generic/unistd.h.
-"""
+"""System calls by name: (number on x86_64, number on aarch64), from the kernel's asm/unistd_64.h and asm-generic/unistd.h."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from collections.abc import Mapping
 Number = tuple[int | None, int | None]
 
 # fmt: off
-ALWAYS: Mapping[str, Number] = {
+ALWAYS: Mapping[str, Number] = {  # for computing, drawing and reading
     # its own memory
     "brk": (12, 214), "mmap": (9, 222), "munmap": (11, 215), "mremap": (25, 216), "mprotect": (10, 226), "madvise": (28, 233),
     "msync": (26, 227), "membarrier": (324, 283),
@@ -53,7 +49,7 @@ CONDITIONAL: Mapping[str, Number] = {  # what their arguments must be: rayloop/s
     "getpgid": (121, 155), "getsid": (124, 156), "sched_getaffinity": (204, 123), "getsockopt": (55, 209),
 }
 SOCKET: Number = (41, 198)
-OF_ADMINISTRATORS: Mapping[str, Number] = {
+OF_ADMINISTRATORS: Mapping[str, Number] = {  # no program of a desktop needs them
     # large parts of the kernel that programs of a desktop do not use
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "userfaultfd": (323, 282),
     "bpf": (321, 280), "perf_event_open": (298, 241), "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),

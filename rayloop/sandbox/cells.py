@@ -1,4 +1,4 @@
-"""Inside the sandbox: a Python that keeps its names between calls, and answers each with what was printed and drawn.
+"""Inside the sandbox: a Python that keeps its names between calls, and answers each with the text and figures of the code.
 
 It runs in the same process as the code, so code can change every answer: the host trusts none of them.
 """
@@ -38,7 +38,7 @@ class Printed(io.TextIOBase):
         self.begin()
 
     def begin(self) -> None:
-        """Forget the text of the call before; the threads that it left behind are not heard any more."""
+        """Forget the text of the call before; threads that it left behind are ignored from now on."""
         self._stale = set(sys._current_frames()) - {self._own_ident()}
         self._parts: list[str] = []
         self._size = self._lost = 0
@@ -151,7 +151,8 @@ class Cells:
             self._show()
         except BaseException as raised:
             error = _described(raised)
-            self._close_figures()
+            if (plt := sys.modules.get("matplotlib.pyplot")) is not None:
+                plt.close("all")
         sys.stdout = sys.stderr = self._printed
         took = time.perf_counter() - started
         return {"text": self._printed.text(), "error": error, "seconds": took, "dropped": self._dropped}
@@ -178,10 +179,6 @@ class Cells:
 
     def _drop(self) -> None:
         self._dropped = min(self._dropped + 1, MOST_DROPPED)
-
-    def _close_figures(self) -> None:
-        if (plt := sys.modules.get("matplotlib.pyplot")) is not None:
-            plt.close("all")
 
 
 def _described(raised: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Inside: what a new interpreter does to itself, in this order, before it sees any code."""
+"""Inside the sandbox: a new interpreter confines itself, in this order, before it runs any code."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import resource
 import signal
 import socket
 import tempfile
+from pathlib import Path
 from typing import Any
 
-from rayloop.sandbox import kernel, landlock, seccomp
+from rayloop.sandbox import kernel, seccomp
 from rayloop.sandbox.options import Level
 
 CONNECTION = 3
@@ -20,7 +21,7 @@ _FILES, _INSIDE_USER = 64, 1000
 
 
 def confine(settings: dict[str, Any], connection: socket.socket, folder: str, user: int | None) -> socket.socket:
-    """Hold this process in at ``settings["level"]``, as ``user`` when it is root's. ``folder``: to be made, for its files.
+    """Confine this process at ``settings["level"]``, as ``user`` when it is root's; its files go into a new ``folder``.
 
     Returns the connection under its new number. Raises OSError with what the kernel refused; the process must end then.
     """
@@ -48,8 +49,8 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
     tempfile.tempdir = folder
     _limit(settings, alone=level == Level.NAMESPACES or user is not None)
     if level != Level.PROCESS:
-        if landlock.version() or level == Level.FILTERED:
-            landlock.restrict([*settings["read"], *_DEVICES], [folder] if writing else [])
+        if kernel.landlock_version() or level == Level.FILTERED:
+            kernel.restrict([*settings["read"], *_DEVICES], [folder] if writing else [])
         seccomp.refuse_all_but(threads=level == Level.NAMESPACES and settings["threads"] > 0, writing=writing)
     return connection
 
@@ -68,8 +69,7 @@ def _only(connection: socket.socket) -> socket.socket:
 
 
 def _nothing_of_this_machine(scratch: int, read: list[str]) -> str:
-    """Namespaces of its own, a /tmp of ``scratch`` bytes with what of ``read`` is below it, no /proc, no /dev/shm, no capabilities.
-    Returns the folder."""
+    """New namespaces, a /tmp of ``scratch`` bytes (with ``read`` below it), no /proc, /dev/shm, capabilities. Returns /tmp."""
     kernel.enter_user_namespace(_INSIDE_USER)  # so that the limit of threads counts this interpreter alone
     kernel.unshare(kernel.NEW_MOUNTS, kernel.NEW_IPC)
     kernel.first_to_go()  # while there is a /proc
@@ -103,15 +103,13 @@ def _limit(settings: dict[str, Any], alone: bool) -> None:
     }
     if alone:
         limits[resource.RLIMIT_NPROC] = max(settings["threads"], 1)
-    kernel.limit(limits)
+    for which, value in limits.items():
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the file size is an error
 
 
 def _open_to_all(paths: list[str]) -> bool:
-    """Whether another user can come to ``paths`` at all."""
-    folders = {parent for path in paths for parent in _above(path)}
-    return all(os.stat(folder).st_mode & 0o001 for folder in folders)
-
-
-def _above(path: str) -> list[str]:
-    parts = os.path.dirname(path).split("/")
-    return ["/".join(parts[:end]) or "/" for end in range(1, len(parts) + 1)]
+    """Whether another user can reach ``paths``."""
+    return all(folder.stat().st_mode & 0o001 for path in paths for folder in Path(path).parents)

@@ -1,12 +1,10 @@
-"""Outside of the sandbox: a fork server and its interpreters. Blocking calls with deadlines, from any thread.
-
-One ``Sandbox`` serves a whole process; its interpreters are independent of each other.
-"""
+"""Outside of the sandbox: a fork server and its interpreters. Calls block up to a deadline, and may come from any thread."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import select
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayloop.sandbox import bubblewrap, cells, fonts, frames, uids
+from rayloop.sandbox import bubblewrap, cells, frames
 from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
 
 _ROOT = Path(__file__).parents[2]
@@ -36,9 +34,10 @@ START, _HELLO, _END = 60.0, 20.0, 5.0
 
 @dataclass(frozen=True, slots=True)
 class CodeResult:
-    """What a call of an interpreter returned. The code itself may have written all of it, within the limits of
-    rayloop/sandbox/cells.py; beyond them the call raises CodeFailed. ``error``: the traceback of what the code raised; ``images``:
-    figures as PNG; ``dropped``: how many more there were; ``seconds``: as the interpreter measured."""
+    """What a call of an interpreter returned, all of which the code may have forged, within the limits of rayloop/sandbox/cells.py.
+
+    ``error``: the code's traceback; ``images``: PNG; ``dropped``: figures beyond the limit; ``seconds``: by its own clock.
+    """
 
     text: str
     error: str | None
@@ -50,22 +49,21 @@ class CodeResult:
 class Interpreter:
     """A Python that keeps its names between calls. Not for several threads at once. Ended by ``close``, or when a call failed."""
 
-    def __init__(self, connection: socket.socket, pidfd: int, user: uids.User | None, server: _Server) -> None:
+    def __init__(self, connection: socket.socket, pidfd: int, user: bubblewrap.User | None, server: _Server) -> None:
         self._connection, self._pidfd, self._user, self._server = connection, pidfd, user, server
         self._channel = frames.Channel(connection, frames.MOST_ANSWERED)
         self._lock, self.closed = threading.Lock(), False
 
     def run(self, code: str, seconds: float) -> CodeResult:
-        """Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or spoiled its answer (either ends
-        it), SandboxFailed when the fork server is gone."""
+        """Run code. Raises CodeDeadline after ``seconds``, CodeFailed when the code ended the interpreter or forged a bad answer
+        (both end it), SandboxFailed when the fork server is gone."""
         began = time.monotonic()
         try:
-            result = _result(*self._ask("run", seconds, code=code), time.monotonic() - began)
+            if (result := _result(*self._ask("run", seconds, code=code), time.monotonic() - began)) is not None:
+                return result
         except frames.Refused:
-            result = None
-        if result is None:
-            raise self._spoiled("an answer that no interpreter gives")
-        return result
+            pass
+        raise self._spoiled("an answer that no interpreter gives")
 
     def images(self, named: Mapping[str, bytes], seconds: float) -> str | None:
         """Give code images under names, from PNG, JPEG or WebP. Returns why one cannot be read, else None. Raises as ``run``."""
@@ -250,9 +248,9 @@ class _Server:
         """Raises SandboxFailed with what the kernel, or an import, refused."""
         self._level, self._folder = level, ""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._user = uids.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
+        self._user = bubblewrap.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
         python = bubblewrap.python_folders()
-        letters = fonts.folder() if "matplotlib.pyplot" in options.preload else None
+        letters = fonts_folder() if "matplotlib.pyplot" in options.preload else None
         settings: dict[str, Any] = dataclasses.asdict(options) | {"level": level, "control": theirs.fileno(), "fonts": letters}
         system = (*bubblewrap.OF_USR, "/lib", "/lib64", *bubblewrap.SYSTEM)
         settings |= {"read": [*python, *_OWN, *system], "folder": "/tmp"}
@@ -297,7 +295,7 @@ class _Server:
     def spawn(self) -> Interpreter:
         """Raises SandboxFailed."""
         own = os.geteuid() == 0 and self._level != Level.NAMESPACES
-        user = uids.free_user() if own else None
+        user = bubblewrap.free_user() if own else None
         try:
             self._control.send(json.dumps({"user": user.number if user else None}).encode())
             text, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 2)
@@ -352,3 +350,19 @@ def _ready(descriptor: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
+
+
+_MAKE = "import matplotlib, matplotlib.font_manager; print(matplotlib.get_cachedir())"
+
+
+@functools.cache
+def fonts_folder() -> str | None:
+    """A folder with the list alone in it, or None: then each fork server makes its own, in some seconds."""
+    try:
+        made = subprocess.run([sys.executable, "-c", _MAKE], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    place = Path(made.stdout.strip().splitlines()[-1])
+    if not list(place.glob("fontlist-*.json")) or {found.suffix for found in place.iterdir()} - {".json", ".lock"}:
+        return None
+    return os.fspath(place)

@@ -1,8 +1,7 @@
 """Filters of system calls, by the lists of rayloop/sandbox/calls.py. They need no privilege and no library.
 
-Interpreters have the calls that are listed and no others, programs of a desktop all but those of administrators. A refused call
-fails with EPERM, as where a kernel forbids it; one whose number is newer than the lists with ENOSYS, so that libraries fall back to
-older ones. Numbers of other machines (32 bit, x32) end the process.
+A refused call fails with EPERM; one that is newer than the lists with ENOSYS, so that libraries use an older one. Calls by numbers
+of other machines (32 bit, x32) end the process.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ _TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS
 
 
 def refuse_all_but(threads: bool, writing: bool) -> None:
-    """From now on this process has only the listed system calls. ``threads``: it may start some; ``writing``: it has a folder.
+    """Leave this process the listed system calls only. ``threads``: it may start some; ``writing``: it has a folder.
 
-    Must be called in the process itself, as its pid is in the filter. Raises OSError, and KeyError on another machine.
+    The filter names the process id of the caller. Raises OSError, and KeyError on another machine.
     """
     rows = program(os.getpid(), threads, writing, kernel.MACHINE)
     array = (_Row * len(rows))(*(_Row(*row) for row in rows))
@@ -99,13 +98,8 @@ def _of(machine: str) -> list[Row]:
 
 def _conditions(pid: int, threads: bool) -> Iterable[tuple[str, list[Row], int]]:
     """Name of a call, rows that allow what it may be used for, the error otherwise."""
-    yield (
-        "clone",
-        [(_LOAD, 0, 0, _low(0)), (_ANY_BIT, 2, 0, _NAMESPACES), (_ANY_BIT, 0, 1, _CLONE_THREAD), (_RETURN, 0, 0, _ALLOW)]
-        if threads
-        else [],
-        errno.EAGAIN,
-    )
+    thread = [(_LOAD, 0, 0, _low(0)), (_ANY_BIT, 2, 0, _NAMESPACES), (_ANY_BIT, 0, 1, _CLONE_THREAD), (_RETURN, 0, 0, _ALLOW)]
+    yield "clone", thread if threads else [], errno.EAGAIN
     yield "clone3", [], errno.ENOSYS  # its flags cannot be looked at; C libraries fall back to clone
     yield "tgkill", _one_of(0, (pid,)), errno.EPERM  # abort() of this process
     yield "kill", _one_of(0, (pid,)), errno.EPERM

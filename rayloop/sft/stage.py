@@ -1,8 +1,7 @@
 """Supervised steps on the answers of the training rows: the stage before GRPO, on the same engine and data.
 
-The gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1, so an answer is a trajectory whose
-sampled turn is the answer (of several turns: what the assistant says), and the trainer needs no second code path. The model
-folder that it writes is what ``model.path`` of a run takes. Here is what the stage consists of; cluster/stages/sft.py runs it.
+The gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1: an answer is a trajectory whose sampled turns
+are the assistant's. ``model.path`` of a run takes the written folder; cluster/stages/sft.py runs the stage.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ ASSISTANT = "assistant"
 
 
 class Answers(Protocol):
-    """Gives the text that the policy should have written, or a conversation: messages of the role ``assistant``, which it should
-    have written, and between them what it was shown. ``rng`` is for answers that are drawn.
-
-    ``tokens``: texts that a tiny model made for this recipe has as single tokens.
-    """
+    """Gives the answer to train on: a text, or a conversation with ``assistant`` messages. ``rng`` is for answers that are drawn,
+    ``tokens`` are texts that a tiny model made for this recipe has as single tokens."""
 
     tokens: tuple[str, ...]
 
@@ -49,8 +45,7 @@ class TinySettings(SettingsModel):
     vision: bool = True
     """Off makes a text-only model, for tasks without images and quick tests."""
     sizes: dict[str, int | float | bool] = {}
-    """Fields of rayloop.engines.tiny_vlm.TinySizes; the defaults give 2 to 3 M parameters. Raise them when the stage cannot fit
-    its own rows."""
+    """Fields of rayloop.engines.tiny_vlm.TinySizes (2 to 3 M parameters). Raise them when the stage cannot fit its own rows."""
     image_mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     """Pixels (red, green, blue, 0..1) are normalised by mean and std; the defaults are Qwen2.5-VL's. With random
     weights, use the background's colour as mean: otherwise the constant background hides all differences."""
@@ -72,8 +67,7 @@ class SftConfig(SettingsModel):
     save_every: int | None = Field(None, gt=0)
     """Also write the model as ``output``/step_<N> after every so many steps, to choose one on held-out rows."""
     dtype: Dtype = "float32"
-    """Type of the written weights; training itself is ``engine.dtype`` over float32 master weights. bfloat16 halves the
-    files."""
+    """Type of the written weights (training has ``engine.dtype`` over float32 master weights). bfloat16 halves the files."""
     batch_size: int = Field(32, gt=0)
     """Rows per optimizer update, spread over the workers. Larger batches are smoother, and take longer each."""
     workers: int = Field(1, ge=1)
@@ -150,10 +144,7 @@ def make_tiny(config: SftConfig) -> None:
 
 
 class SftProgress:
-    """Makes the lines of progress: means over the steps since the last line; ``rows`` counts their rows.
-
-    ``spent``: seconds before this part of the stage.
-    """
+    """Makes the lines of progress, of means since the last line. ``spent``: seconds before this part of the stage."""
 
     def __init__(self, spent: float = 0.0) -> None:
         self._last = time.monotonic()

@@ -1,4 +1,11 @@
-"""``python -m rayloop report``: a run folder as one HTML file that needs nothing else, for whoever debugs a run."""
+"""``python -m rayloop report``: a run folder as one HTML file, and with ``--files`` as JSON for other tools.
+
+    training_metrics.json      {"schema_version", "steps": [...], "metrics": {name: [of each step, or null]}}
+    task_results/<task>.json   {"schema_version", "task", "source", "evaluations": [...], "training": [...]}
+
+``evaluations`` are all held-out answers to the task, ``training`` the recorded trajectories (``keep_rollouts``); each has its step
+and reward (null: ``unscored`` says why). A task's name is quoted as in a URL to be a file's name.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +18,15 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
+from urllib.parse import quote
 
 from rayloop.core.failures import ConfigError, RayloopError
+from rayloop.core.files import write_whole
 from rayloop.core.protocols import BoxReader
 from rayloop.core.types import ImageSource
 from rayloop.data.images import decode, probe
 from rayloop.run.folder import RunFolder
-from rayloop.run.records.jsonl import encode
+from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode
 from rayloop.view.reader import (
     ENDS,
     Record,
@@ -69,11 +78,8 @@ ROUTINE = ("start", "begin", "logprob_check", "self_test", "evaluated", "control
 
 
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
-    """Write the page of the run folder ``run`` to ``out`` (default: ``report.html`` in it), and return its path.
-
-    Shows at most ``groups`` of the recorded groups, evenly spread over the run. Raises ConfigError when ``run`` holds no run
-    or the file cannot be written.
-    """
+    """Write the page of the run ``run``, with at most ``groups`` recorded groups, to ``out`` (default: ``report.html`` in it), and
+    return its path. Raises ConfigError when ``run`` holds no run or the file cannot be written."""
     folder = open_run(run)
     target = out or folder.path / "report.html"
     text = page(content(folder, groups))
@@ -119,7 +125,7 @@ def content(folder: RunFolder, groups: int) -> Record:
 
 
 def notes(config: Mapping[str, Any], recorded: int, shown: int) -> list[str]:
-    """What a reader must know of the groups on the page: which they are, and how their pictures differ from the originals."""
+    """Which groups the page shows, and how their pictures differ from the originals."""
     if not recorded:
         return []
     keep = config.get("keep_rollouts")
@@ -249,3 +255,50 @@ def _member(member: Record, images: Images, reader: BoxReader | None) -> Record:
         "turns": [{**turn, "images": images.add(turn["images"])} for turn in member["turns"]],
         "boxes": reader.answered(answers[-1]) if reader and answers else [],
     }
+
+
+METRICS, RESULTS = "training_metrics.json", "task_results"
+HELD_OUT = ("step", "arm", "sample", "reward", "components", "unscored")
+TRAINED = ("step", "group", "sample", "end_reason", "reward", "components", "flags", "unscored", "status", "replayed")
+_LONGEST = 200
+"""Bytes of a file's name; file systems take 255."""
+
+
+def write_files(run: Path) -> list[Path]:
+    """Write ``training_metrics.json`` and ``task_results`` into the run's folder; return both. Raises ConfigError without a run."""
+    folder = open_run(run)
+    results = folder.path / RESULTS
+    results.mkdir(exist_ok=True)
+    for old in results.glob("*.json"):
+        old.unlink()
+    for number, (task, found) in enumerate(task_results(folder).items()):
+        name = quote(task, safe=" ,=@")
+        name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}-{number}"
+        write_whole(results / f"{name}.json", _bytes({"task": task, **found}), durable=False)
+    write_whole(folder.path / METRICS, _bytes(training_metrics(folder)), durable=False)
+    return [folder.path / METRICS, results]
+
+
+def training_metrics(folder: RunFolder) -> dict[str, Any]:
+    """Each metric's values [steps]."""
+    records = list(folder.metrics)
+    steps = [int(record["step"]) for record in records]
+    return {
+        "steps": steps,
+        "metrics": {name: [dict(points).get(step) for step in steps] for name, points in series(records).items()},
+    }
+
+
+def task_results(folder: RunFolder) -> dict[str, dict[str, Any]]:
+    """Task -> its source, its held-out answers and its trajectories, in the order of steps."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind, dump, keys in (("evaluations", folder.evaluations, HELD_OUT), ("training", folder.rollouts, TRAINED)):
+        for record in (one for file in dump.files().values() for one in JsonLines(file)):
+            empty: dict[str, Any] = {"source": record["source"], "evaluations": [], "training": []}
+            of_task = found.setdefault(record["task"], empty)
+            of_task[kind].append({key: record[key] for key in keys if key in record})
+    return found
+
+
+def _bytes(content: Mapping[str, Any]) -> bytes:
+    return (encode({"schema_version": SCHEMA_VERSION, **content}) + "\n").encode()

@@ -1,11 +1,13 @@
-"""What a run draws at its end: ``curves.png``, and ``boxes.png`` with held-out answers before and after."""
+"""Draws ``curves.png`` and ``boxes.png`` at the end of a run, and pictures in a terminal."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from PIL import Image
 
 from rayloop.config.settings import Component
 from rayloop.core.protocols import Box, BoxReader
@@ -25,7 +27,7 @@ STYLES = {"true": ("#12874a", "-"), "before": ("#8a4fb0", ":"), "after": ("#d448
 
 
 def draw_or_emit(folder: RunFolder, boxes: Component | None, emit: Callable[[str], None]) -> None:
-    """Draw at the end of a run, which is done and saved: what goes wrong here is told, and fails nothing."""
+    """Draw at the end of a run, which is done and saved: an error here is emitted, and fails nothing."""
     try:
         for file in draw(folder, boxes.build() if boxes else None):
             emit(f"wrote {file}")
@@ -81,10 +83,7 @@ def _numbers(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], lis
 
 
 def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
-    """Held-out images, evenly spread over the tasks, with the true box and those of the first and the last evaluation.
-
-    None when fewer than two evaluations are on record, or no task of theirs has an image and a box.
-    """
+    """Held-out images with the true box and those of the first and the last evaluation; None without two such evaluations."""
     from matplotlib.figure import Figure
 
     files = list(folder.evaluations.files().items())
@@ -139,3 +138,55 @@ def _rectangle(box: Box, width: float, height: float, kind: str) -> Any:
 
 def _reward(record: Record) -> str:
     return "no score" if record["reward"] is None else f"{record['reward']:.2f}"
+
+
+Colours = Literal["true", "256"]
+HALF = "▀"
+RESET = "\x1b[0m"
+STEPS = (0, 95, 135, 175, 215, 255)
+"""Of each colour in the cube of 6 x 6 x 6 that terminals of 256 colours have, from number 16 on."""
+
+
+def colours(environment: Mapping[str, str], terminal: bool) -> Colours | None:
+    """The colours that a terminal shows, from the environment's variables (https://no-color.org too); None for none."""
+    kind = environment.get("TERM", "")
+    if not terminal or environment.get("NO_COLOR") or kind in ("", "dumb"):
+        return None
+    if environment.get("COLORTERM") in ("truecolor", "24bit") or kind.endswith("-direct"):
+        return "true"
+    return "256" if "256" in kind else None
+
+
+def blocks(picture: Image.Image, columns: int, kind: Colours = "true") -> str:
+    """The picture as lines of text, at most ``columns`` characters wide; a character holds two pixels, one above the other."""
+    width = max(1, min(columns, picture.width))
+    height = max(2, 2 * round(picture.height * width / picture.width / 2))
+    small = picture.convert("RGB").resize((width, height), Image.Resampling.BOX)
+    raw = small.tobytes()  # row by row
+    pixels = [(raw[at], raw[at + 1], raw[at + 2]) for at in range(0, len(raw), 3)]
+    colour = _true if kind == "true" else _cube
+    lines = []
+    for top in range(0, height, 2):
+        pairs = zip(pixels[top * width : (top + 1) * width], pixels[(top + 1) * width : (top + 2) * width], strict=True)
+        lines.append(_line([(colour(upper), colour(lower)) for upper, lower in pairs]))
+    return "\n".join(lines)
+
+
+def _line(cells: list[tuple[str, str]]) -> str:
+    """Colours are written where they change."""
+    text, before = "", ("", "")
+    for cell in cells:
+        if cell != before:
+            text += f"\x1b[38;{cell[0]};48;{cell[1]}m"
+        text += HALF
+        before = cell
+    return text + RESET
+
+
+def _true(colour: tuple[int, int, int]) -> str:
+    return "2;" + ";".join(map(str, colour))
+
+
+def _cube(colour: tuple[int, int, int]) -> str:
+    red, green, blue = (min(range(6), key=lambda step: abs(STEPS[step] - value)) for value in colour)
+    return f"5;{16 + 36 * red + 6 * green + blue}"

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a table of the last steps on a terminal, one line per step elsewhere."""
+"""The progress of a run: a table of the last steps on a terminal, one line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHORT = {
     "testing": "eval",
     "save_checkpoint": "save",
 }
-"""Phases of a step whose share of the time is told, by the name of their timing."""
+"""Name of a timing -> word of its phase, for the phases whose share of the time is shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``show`` formats a step's metrics; ``word`` is the label in plain lines. A table has it once there was a value to show."""
+    """``show`` formats a step's metrics; ``word`` is the label in plain lines. A table shows it from its first value on."""
 
     title: str
     word: str
@@ -82,17 +82,17 @@ def _time(metrics: Mapping[str, float]) -> str:
 
 
 GIVEN_UP = ("weight_sync", "train", "gen", "grad", "KL", "tokens", "entropy", "step_s", "excluded", "filtered", "trend")
-"""Words of the columns that a table leaves out, in this order, until it fits the terminal. Never what was earned or trained."""
+"""Words of the columns that a table leaves out, in this order, until it fits the terminal."""
 SEEN = 10
-"""Steps over whose mean duration, without evaluations, the time that is left is reckoned, and over whose mean reward the trend."""
+"""Steps whose mean duration, without evaluations, gives the time that is left; half the steps of the trend."""
 LARGE = 0.05
-"""Phases that took less than this share of a step are not told in a plain line."""
+"""Phases that took less than this share of a step are left out of a plain line."""
 TREND = "trend"
 """Not a metric: the mean reward of the newer half of the last 2 * ``SEEN`` steps, minus that of the older half."""
 
 
 def columns(sampled: str, held_out: str) -> tuple[Column, ...]:
-    """Of the table. ``sampled`` and ``held_out`` say how the two kinds of answers are drawn: they are not to be compared."""
+    """The columns of the table. ``sampled`` and ``held_out`` say how the two kinds of answers are drawn."""
     return (
         Column(f"reward\n({sampled})", "reward", _value("reward/mean", ".3f")),
         Column("trend", "trend", _value(TREND, "+.3f")),
@@ -124,7 +124,7 @@ LINE = {
     "time": " {}",
     "left": " {}",
 }
-"""Words of what a plain line says, and how. An evaluation has a line of its own; what filters removed is missing in ``trained``."""
+"""Word of a column -> its form in a plain line. An evaluation has a line of its own."""
 
 
 class Progress:

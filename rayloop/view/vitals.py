@@ -1,7 +1,4 @@
-"""What keeps a run alive, told from its events alone: for ``status``, and for Prometheus while it runs.
-
-Budgets are counted over the last hour, so that what is left is never more than what the run still has.
-"""
+"""Actors in service, losses and recovery budgets of a run, from its events alone: for ``status``, and for Prometheus."""
 
 from __future__ import annotations
 
@@ -39,13 +36,14 @@ class Role:
         self.spent.append(when)
 
     def budget_left(self, per_hour: int, now: float) -> int:
+        """How many of ``per_hour`` units of the budget are left at ``now``."""
         while self.spent and self.spent[0] < now - HOUR:
             self.spent.popleft()
         return max(0, per_hour - len(self.spent))
 
 
 class Vitals:
-    """Of the run in ``folder``. ``update`` reads what its events have had since it was last called."""
+    """Of the run in ``folder``. ``update`` reads the events since its last call."""
 
     def __init__(self, folder: RunFolder, settings: Mapping[str, Any]) -> None:
         """``settings``: the run's configuration as plain data."""
@@ -93,7 +91,7 @@ class Vitals:
                 self.up = False
             case "worker_lost":
                 self._role(record["role"]).loss(when, [record["worker"]])
-            case "node_lost":  # one of its roles pays: which one is not told
+            case "node_lost":  # one of its roles pays: which one is not recorded
                 for role, workers in record.get("workers", {}).items():
                     self._role(role).loss(when, workers, len(workers))
             case "replacement_failed":
@@ -133,6 +131,7 @@ class Vitals:
         return role.budget_left(per_hour, now)
 
     def in_service(self, name: str) -> int:
+        """How many actors of the role serve."""
         role = self.roles[name]
         return max(0, role.wanted - len(role.out)) if self.up else 0
 

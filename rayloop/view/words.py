@@ -1,4 +1,4 @@
-"""What a person is told about each event of a run, in plain words. The run folder has all of their fields."""
+"""Each event of a run in plain words. The run folder has all of its fields."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ def doing(phase: str, progress: tuple[int, int] | None) -> str:
 
 
 def describe(record: Record) -> str:
-    """One line for an event, a table for controls, tracebacks whole; scores by data source are left to the run folder.
-
-    An event without words of its own is shown with its fields.
-    """
+    """One line for an event, a table for controls, tracebacks whole. An event without words of its own is shown with its fields."""
     emit = _WORDS.get(record["event"], _fields)
     when = f"[{record['step']}] " if "step" in record else ""
     trace = f"\n{record['traceback']}" if "traceback" in record else ""

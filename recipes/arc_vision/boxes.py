@@ -1,16 +1,21 @@
-"""Boxes: read the answer, compare it with the truth, and draw both over a screenshot.
+"""Reads the box of an answer, compares it with the truth, and finds the best constant box per instruction.
 
-An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in its
-pixels. Of several the last counts. Other notations and corners in the wrong order are no box: nothing is guessed.
+An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in
+pixels; the last counts. Nothing else is guessed to be a box.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import mean, median
 from typing import Any
 
+from rayloop.config.settings import SettingsModel
+from rayloop.core.groups import Scored
 from rayloop.core.protocols import Box
+from rayloop.core.types import Task
 from rayloop.recipes.arc_vision.data import box
 
 Size = tuple[float, float]
@@ -86,3 +91,42 @@ def click_hits(answer: Box, truth: Box) -> bool:
 def area(of: Box) -> float:
     """The area of a box, 0..1."""
     return (of[2] - of[0]) * (of[3] - of[1])
+
+
+class BlindBox:
+    """Answers with the box of the highest mean IoU over the training rows with the same instruction: one of their own boxes, or
+    their median. With fewer than ``fewest`` rows it takes those of the page type, else all rows."""
+
+    class Settings(SettingsModel):
+        fewest: int = 3
+        """Training rows that an instruction needs for a guess of its own."""
+        rows: int = 150
+        """Rows that are considered per instruction or page type."""
+
+    def __init__(self, settings: BlindBox.Settings) -> None:
+        self._settings = settings
+        self._known: dict[tuple[str, ...], list[Box]] = defaultdict(list)
+        self._best: dict[tuple[str, ...], Box] = {}
+
+    def fit(self, tasks: Iterable[Task]) -> None:
+        """Collect the boxes of the training rows."""
+        for task in tasks:
+            for key in _keys(task):
+                self._known[key].append(task.ground_truth)
+
+    def score(self, task: Task) -> Scored:
+        """The constant box of the task's instruction against its true box. Raises ValueError before ``fit``."""
+        enough = (key for key in _keys(task) if len(self._known[key]) >= min(self._settings.fewest, len(self._known[()])))
+        if not self._known[()] or (key := next(enough, None)) is None:
+            raise ValueError("fit the blind prior on training rows first")
+        if key not in self._best:
+            boxes = self._known[key][: self._settings.rows]
+            middle: Box = tuple(median(box[i] for box in boxes) for i in range(4))  # type: ignore[assignment]
+            self._best[key] = max([middle, *boxes], key=lambda candidate: mean(iou(candidate, box) for box in boxes))
+        components = grounding(self._best[key], task.ground_truth)
+        return Scored(components["iou"], components)
+
+
+def _keys(task: Task) -> list[tuple[str, ...]]:
+    """From the most specific to the most general group of rows that a task belongs to."""
+    return [(task.source, str(task.extra["instruction"])), (task.source,), ()]

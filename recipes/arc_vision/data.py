@@ -18,11 +18,8 @@ from rayloop.data.dataset import field, image_entry
 
 
 class GroundingRows:
-    """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}.
-
-    The page type (``extra_info.element_type``, or ``page``) becomes the task's source, and splits the metrics; other columns of a
-    flat row, such as ScreenSpot's ``platform`` and ``element``, are in the task's ``extra``.
-    """
+    """Reads rows in Arc Vision's schema, or flat ones {id, image, instruction, bbox, page}; other columns are in the task's
+    ``extra``. The page type (``extra_info.element_type``, or ``page``) is the task's source, which splits the metrics."""
 
     class Settings(SettingsModel):
         prompt: str = (
@@ -108,3 +105,20 @@ class BoxAnswers:
             x1, y1 = max(0.0, x1 - left * wide), max(0.0, y1 - top * high)
             x2, y2 = min(1.0, x2 + right * wide), min(1.0, y2 + bottom * high)
         return "<bbox>[" + ",".join(f"{value:.2f}" for value in (x1, y1, x2, y2)) + "]</bbox>"
+
+
+class LargeFirst:
+    """In the first epoch rows whose true box covers more than the first of ``areas``, then more than the second, then all
+    others."""
+
+    class Settings(SettingsModel):
+        areas: tuple[float, ...] = (0.05, 0.03)
+        """Shares of the image's area, falling. Change them for boxes of other sizes, so that each tier fills some steps."""
+
+    def __init__(self, settings: LargeFirst.Settings) -> None:
+        self._areas = settings.areas
+
+    def tier(self, task: Task) -> int:
+        """Raises DataFailure when the ground truth is no box."""
+        x1, y1, x2, y2 = box(task.ground_truth, f"ground truth of task {task.id}")
+        return sum((x2 - x1) * (y2 - y1) <= area for area in self._areas)

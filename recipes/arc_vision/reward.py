@@ -1,7 +1,4 @@
-"""Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's formula on top of it.
-
-Boxes are read as boxes.py says, except in the variants that reproduce the originals (original.py).
-"""
+"""Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's formula on top of it."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from rayloop.core.protocols import Box, ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.recipes.arc_vision.boxes import Size, answered, area, grounding, parse_box
 from rayloop.recipes.arc_vision.data import box
-from rayloop.recipes.arc_vision.original import library_box, library_small, looks_like_box, trained_box, true_box
-from rayloop.recipes.arc_vision.simulated import step_rewards
+from rayloop.recipes.arc_vision.original import library_box, library_small, looks_like_box, step_rewards, trained_box, true_box
 
 _CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*(%?)\s*</confidence>")
 ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {"original": trained_box, "library": library_box}
@@ -137,8 +133,7 @@ class ArcVisionReward:
         the penalties ``wrong`` and ``excessive``, but takes ``excessive`` from r_tool for each call beyond ``max_tools``."""
         weights: ArcVisionWeights = ArcVisionWeights()
         row_weights: bool = True
-        """Whether a row's own ``reward_weights`` go before ``weights``; the originals never read them. Turn it off to set
-        all of them here."""
+        """Whether a row's own ``reward_weights`` go before ``weights``; the originals never read them. Off: all are set here."""
         pixels: Literal["image", "shown", "thousandths"] = "image"
         """What numbers above 1 are: pixels of the image file, of the copy that the model was shown (Qwen2.5-VL writes these), or
         thousandths of its sides (Qwen3-VL). The originals guess a screen."""
@@ -172,8 +167,7 @@ class ArcVisionReward:
         self._settings = settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """Raises DataFailure when the ground truth is no box (the originals' variants take any four numbers), or the row's weights
-        are none."""
+        """Raises DataFailure for a ground truth that is no box (originals: not four numbers), or wrong weights in the row."""
         settings, weights = self._settings, None
         read = box if settings.variant == "corrected" else true_box
         if settings.variant == "corrected" and settings.row_weights:
@@ -184,10 +178,8 @@ class ArcVisionReward:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An episode: the sampled turns' ``texts``, and for each whether its call was executed (None: unknown, all count).
-
-    ``size``: of the image, in the unit of answers that are no fractions, None when it is not known.
-    """
+    """An episode: the sampled turns' ``texts``, whether each turn's call was executed (None: unknown, all count), and the image's
+    ``size`` in the unit of answers that are no fractions (None: unknown)."""
 
     texts: Sequence[str]
     executed: Sequence[bool] | None = None
@@ -196,11 +188,8 @@ class Played:
 
 
 def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: ArcVisionWeights | None = None) -> Scored:
-    """Arc Vision's training reward (jbarnes850/verl, custom reward function at b2577e0).
-
-    ``corrected`` counts calls that were carried out (the environment carries out a turn's last one) and reads the last turn's
-    answer; the originals' variants count what was written, and read an answer anywhere in the episode.
-    """
+    """Arc Vision's training reward (jbarnes850/verl at b2577e0). ``corrected`` counts executed calls (a turn's last one) and reads
+    the last turn's answer; the originals count written calls, and read an answer anywhere in the episode."""
     corrected, weights = settings.variant == "corrected", weights or settings.weights
     text = played.texts[-1] if corrected else "\n".join(played.texts)
     written = [[call.lower() for tag in settings.call_tags for call in inside(tag, turn)] for turn in played.texts]

@@ -8,24 +8,16 @@ from typing import Any
 from rayloop.core.types import Task
 from rayloop.recipes.arc_vision.boxes import answered
 from rayloop.recipes.arc_vision.reward import ORIGINALS, ArcVisionReward, size_of
-from rayloop.rewards.saved import OfflineScoring, Saved, parsed, played, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, parsed, played, texts_of, truth_of
 
 TRUTHS = ("ground_truth", "bbox", "truth", "gold", "label")
 """Columns of the true box."""
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, ground_truth: [x1, y1, x2, y2], image_size?: [width, height], step?}``, or a line of a run's ``rollouts``.
-
-    Raises DataFailure."""
-    name = str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
-    task = Task(name, (), parsed(truth_of(row, TRUTHS, where)), extra=row)
+    """``{completion, ground_truth: [x1, y1, x2, y2], image_size?, step?}``, or a line of ``rollouts``. Raises DataFailure."""
+    task = Task(name_of(row, where), (), parsed(truth_of(row, TRUTHS, where)), extra=row)
     return Saved(texts_of(row, where), task, row, played(row), int(row.get("step") or 0))
-
-
-def settings(variant: str, reward: str | None) -> dict[str, Any]:
-    """The reward's settings for a variant."""
-    return {"variant": variant}
 
 
 def answer(saved: Saved, variant: str) -> str | None:
@@ -41,8 +33,6 @@ SCORING = OfflineScoring(
     use="rayloop.recipes.arc_vision.reward:ArcVisionReward",
     variants=("corrected", "original", "library"),
     rewards=("iou", "click", "format", "r_task", "r_tool", "r_gate", "tools", "asked", "known_tools", "penalties"),
-    settings=settings,
     read=read,
-    aliases={},
     answer=answer,
 )

@@ -48,8 +48,8 @@ SNIPPET = 200
 
 
 def telemetry(run: Path) -> dict[str, int]:
-    """Write the four files, replacing earlier ones. Returns the lines of each. Raises ConfigError without rollouts, DataFailure
-    for ground truths that are no boxes."""
+    """Write the four files; return the lines of each. Raises ConfigError without rollouts, DataFailure for a truth that is no
+    box."""
     files = RunFolder.at(run).rollouts.files()
     if not files:
         raise ConfigError(f"{run} has no rollouts: give a run folder of a run with keep_rollouts above 0")

@@ -1,8 +1,5 @@
-"""How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant: original`` of ``ArpoReward``.
-
-Nothing is carried out here: the code that the original would run is a text, made to find out whether making it fails. What acts in
-our environments is read by ``rayloop/envs/grammar``.
-"""
+"""How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant: original``. Its code for an
+action is made only to find out whether that fails."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ WIDTH, HEIGHT = 1920, 1080
 """Pixels of its screens, whatever the real one is."""
 _ARROWS = {f"arrow{way}": way for way in ("left", "right", "up", "down")}
 _ENDS = ("finished", "wait", "error_env", "call_user")
-"""It stops reading a turn at these names, and makes no code for later calls. Its code knows only ``finished``; the others are
-unknown names to it."""
+"""It stops reading a turn at these names. Its code knows only ``finished``; the others are unknown names to it."""
 _POINTED = {
     "click": "click({x}, {y}, button='left')",
     "left_single": "click({x}, {y}, button='left')",
@@ -50,8 +46,7 @@ def resized(height: int, width: int) -> tuple[int, int]:
 
 
 def parsed(text: str) -> list[Parsed]:
-    """The calls behind the last ``Action:``, blank lines between them, up to the first of ``_ENDS``. Those behind it must be calls
-    in Python's syntax only. Raises Broken."""
+    """The calls behind the last ``Action:``, blank lines between them, up to the first of ``_ENDS``. Raises Broken."""
     text = text.strip()
     before, mark, written = text.rpartition("Action:")
     if not mark:
@@ -81,12 +76,8 @@ def _repaired(call: str) -> str:
     """The call with its quotes escaped; text around the call becomes part of its argument."""
     for name in ("type", "finished"):
         if f"{name}(content" in call:
-            call = f"{name}(content='{_escaped(_QUOTED.sub(_inside, call))}')"
+            call = f"{name}(content='{_escaped(_QUOTED.sub(lambda found: found[1], call))}')"
     return call
-
-
-def _inside(found: re.Match[str]) -> str:
-    return found[1]
 
 
 def _escaped(text: str) -> str:

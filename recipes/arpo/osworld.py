@@ -1,8 +1,5 @@
-"""Writes rows of OSWorld's task lists: ``python -m rayloop data prepare osworld --out DIR --from evaluation_examples``.
-
-A list is JSON, ``{domain: [id, ...]}``; ARPO trains on one of 128 tasks and on one of 32 of them. The folder is OSWorld's own
-(``evaluation_examples``), which has each task below ``examples/DOMAIN/ID.json``. No real folder has been read here.
-"""
+"""Writes rows of OSWorld's task lists, JSON ``{domain: [id, ...]}`` with each task in ``examples/DOMAIN/ID.json``: ``python -m
+rayloop data prepare osworld --out DIR --from evaluation_examples``. No real folder has been read here."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 
 from rayloop.core.failures import ConfigError
 from rayloop.envs.osworld.environment import rows
-from rayloop.recipes.splits import write_rows
+from rayloop.recipes import write_rows
 
 NEEDED = {"id", "instruction", "evaluator"}
 """Keys of a task."""

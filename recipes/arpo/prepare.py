@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rayloop.envs.grammar.screens import INSTRUCTION, UI_TARS
-from rayloop.recipes.arpo.pages import PAGES, ROWS, rows
-from rayloop.recipes.splits import write_rows
+from rayloop.recipes import write_rows
+
+PAGES = (
+    "click-button", "click-button-sequence", "click-dialog", "click-dialog-2", "click-tab",
+    "click-test", "click-test-2", "focus-text", "focus-text-2",
+)  # fmt: skip
+"""Random clicks are rewarded now and then on each. A click beside everything costs a turn; most wrong ones end the episode."""
+ROWS = {"train": 900, "val": 72}
+"""Numbers of rows in the shipped splits."""
+
+
+def rows(split: str, count: int, prompt: str = INSTRUCTION, pages: tuple[str, ...] = PAGES) -> Iterator[Mapping[str, Any]]:
+    """``count`` rows in turn over the pages. Seeds begin with the split's name, so no split has a page of another."""
+    for number in range(count):
+        page, index = pages[number % len(pages)], number // len(pages)
+        seed = f"{split}-{page}-{index}"
+        yield {"id": seed, "data_source": page, "prompt": prompt, "page": page, "seed": seed}
+
 
 PROMPTS = {"bare": INSTRUCTION, "ui-tars": UI_TARS}
 """UI-TARS's own for models that know it; explanations are of no use to a tiny one."""
@@ -27,7 +43,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for split in ROWS:
         write_rows(chosen.out, split, rows(split, getattr(chosen, split), PROMPTS[chosen.prompt], tuple(chosen.pages)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

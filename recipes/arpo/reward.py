@@ -14,12 +14,11 @@ from rayloop.recipes.arpo.original import Broken, parsed
 
 
 class ArpoReward:
-    """``result + format_weight * format`` (dvlab-research/ARPO at 7489ae3): ``result`` is what ``evaluate`` returned, from 0 to 1,
-    and ``format`` -1 when the last turn cannot be read in the action grammar, else 0.
+    """``result + format_weight * format`` (dvlab-research/ARPO at 7489ae3): the result of ``evaluate``, 0 to 1, and -1 when the
+    last turn cannot be read in the action grammar, else 0.
 
-    Components: ``success`` (the result) and ``format``; flag ``unparsable``, in the original also the name of the error that it
-    raises. An episode without a result has no reward: a desktop that could not be asked says nothing about the policy. (The
-    original counts 0, with the flag ``no_result``.)
+    Components: ``success`` and ``format``; flag ``unparsable``, in the original with the name of its error. An episode without a
+    result has no reward; in the original it has 0, with the flag ``no_result``.
     """
 
     class Settings(SettingsModel):
@@ -37,14 +36,11 @@ class ArpoReward:
         original, result = self._settings.variant == "original", trajectory.env_result
         if result is None and not original:
             return Unscored(UnscoredKind.INVALID_REWARD, "the environment's evaluate returned None: there is no result")
-        wrong = _original_flags(context.texts[-1]) if original else _flags(context.texts[-1])
+        turn = context.texts[-1]
+        wrong = _original_flags(turn) if original else ("unparsable",) * isinstance(read(turn), Mistake)
         components = {"success": result or 0.0, "format": -1.0 if wrong else 0.0}
         value = components["success"] + self._settings.format_weight * components["format"]
         return Scored(value, components, wrong if result is not None else (*wrong, "no_result"))
-
-
-def _flags(turn: str) -> tuple[str, ...]:
-    return ("unparsable",) if isinstance(read(turn), Mistake) else ()
 
 
 def _original_flags(turn: str) -> tuple[str, ...]:

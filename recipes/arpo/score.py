@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayloop.core.types import Task
-from rayloop.rewards.saved import OfflineScoring, Saved, played, texts_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, played, texts_of
 
 RESULTS = ("env_result", "eval_result", "result", "success")
 """Columns of the environment's result."""
@@ -14,10 +14,9 @@ RESULTS = ("env_result", "eval_result", "result", "success")
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
     """``{completions, env_result}``, or a line of a run's ``rollouts`` (where it is a component). Raises DataFailure."""
-    name = str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
     components: Any = row.get("components")
     found = {**(components if isinstance(components, Mapping) else {}), **row}
-    return Saved(texts_of(row, where), Task(name, ()), row, played(found, RESULTS))
+    return Saved(texts_of(row, where), Task(name_of(row, where), ()), row, played(found, RESULTS))
 
 
 def answer(saved: Saved, variant: str) -> str | None:
@@ -29,7 +28,6 @@ SCORING = OfflineScoring(
     use="rayloop.recipes.arpo.reward:ArpoReward",
     variants=("corrected", "original"),
     rewards=("success", "format"),
-    settings=lambda variant, reward: {"variant": variant},
     read=read,
     aliases={"eval_result": "success", "format_reward": "format"},
     answer=answer,

@@ -1,7 +1,4 @@
-"""Charts drawn from a table, each with a question, its exact answer and the steps to it.
-
-Rows are made from a seed alone; matplotlib draws them, and the same release draws the same pixels.
-"""
+"""Charts drawn from a table, each with a question, its answer and the steps to it. Equal seeds draw equal charts."""
 
 from __future__ import annotations
 
@@ -123,9 +120,6 @@ _DATA: dict[str, Callable[[random.Random, str], Data]] = {
 }  # fmt: skip
 
 
-# Questions -------------------------------------------------------------------------------------------------------------
-
-
 def _questions(kind: str) -> Sequence[Asking]:
     highest, lowest = (partial(_extreme, word=word, pick=pick) for word, pick in (("highest", max), ("lowest", min)))
     return (_value, highest, lowest, _difference, _sum, _larger) + ((_total,) if kind == "stacked bar" else ())
@@ -188,9 +182,6 @@ def _total(draw: random.Random, about: Chart) -> Question:
     total = sum(map(int, parts))
     steps = (f"The parts of {item} are {', '.join(parts)}.", f"Together they are {' + '.join(parts)} = {total}.")
     return f"What is the total for {about.columns[0].lower()} {item}?", str(total), steps
-
-
-# Drawing ---------------------------------------------------------------------------------------------------------------
 
 
 def figure(about: Chart) -> Any:

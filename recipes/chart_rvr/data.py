@@ -32,10 +32,8 @@ TEMPLATES = {
 
 
 class ChartRows:
-    """Reads rows ``{image, query, label, table, chart_type, reasoning}``, the columns of ``sanchit97/chart-rvr-grpo-train``.
-
-    ``table`` and ``reasoning`` may be missing or null. Tables may be JSON in a text. The chart's type splits the metrics.
-    """
+    """Reads rows ``{image, query, label, table, chart_type, reasoning}``, as ``sanchit97/chart-rvr-grpo-train`` has; the last three
+    may be missing, and tables JSON in a text. The chart's type splits the metrics."""
 
     class Settings(SettingsModel):
         template: Literal["direct", "steps", "type", "table"] = "table"
@@ -89,8 +87,8 @@ class ChartRows:
 
 
 class ConversationRows(ChartRows):
-    """Rows of ChartQAPro: what was asked and answered before (``questions``, ``answers``: lists that end with this one), and the
-    ``paragraph`` about the chart, stand before the question."""
+    """Rows of ChartQAPro: earlier ``questions`` and ``answers``, and the ``paragraph`` about the chart, stand before the
+    question."""
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row with what came before its question. Raises DataFailure."""

@@ -7,9 +7,8 @@ from typing import Any
 
 from rayloop.core.types import Task
 from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
-from rayloop.recipes.chart_rvr.rewards.reading import parts
-from rayloop.recipes.chart_rvr.rewards.sample import PUBLISHED, SEVEN
-from rayloop.rewards.saved import OfflineScoring, Saved, parsed, texts_of, truth_of
+from rayloop.recipes.chart_rvr.rewards.reading import PUBLISHED, SEVEN, parts
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, parsed, texts_of, truth_of
 
 LABELS = ("label", "gold", "ground_truth", "truth", "answer")
 """Columns of the true answer."""
@@ -21,9 +20,7 @@ SHOWN = 20
 def read(row: Mapping[str, Any], where: str) -> Saved:
     """``{completion, label, chart_type?, table?, reasoning?}``, or a line of a run's ``rollouts``. Raises DataFailure."""
     extra = {**row, "table": parsed(row.get("table"))}
-    task = Task(
-        str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}"))), (), truth_of(row, LABELS, where), extra=extra
-    )
+    task = Task(name_of(row, where), (), truth_of(row, LABELS, where), extra=extra)
     return Saved(texts_of(row, where), task, row)
 
 

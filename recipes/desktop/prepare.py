@@ -1,19 +1,15 @@
-"""Writes desktop tasks as rows: ``python -m rayloop data prepare desktop --out DIR`` makes train.jsonl and val.jsonl.
-
-A row for each task of the shipped file, or of one's own (``--tasks``, as in the environment's settings); every fourth is held out.
-"""
+"""Writes desktop tasks as rows: ``data prepare desktop --out DIR`` makes train.jsonl and val.jsonl (every fourth task)."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError
 from rayloop.envs.desktop.tasks import PROMPT, SHIPPED, rows
 from rayloop.envs.grammar.screens import UI_TARS
-from rayloop.recipes.splits import write_rows
+from rayloop.recipes import write_rows
 
 PROMPTS = {"bare": PROMPT, "ui-tars": UI_TARS}
 HELD_OUT = 4
@@ -35,7 +31,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for split, part in (("train", [row for row in made if row not in held]), ("val", held)):
         write_rows(chosen.out, split, part)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

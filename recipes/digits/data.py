@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
-from rayloop.core.types import Message, Task, derive
+from rayloop.core.groups import Outcome, Scored
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Message, Task, Trajectory, derive
 from rayloop.data.dataset import field
 
 
 def rows(train: int, evaluation: int, shortest: int, longest: int, seed: int) -> tuple[list[Any], list[Any]]:
-    """Training and evaluation rows {id, digits}; no sequence of digits occurs twice. Equal arguments, equal rows.
-
-    Raises ValueError when there are fewer sequences of these lengths than rows asked for.
-    """
+    """Training and evaluation rows {id, digits}; no sequence of digits occurs twice. Equal arguments, equal rows. Raises ValueError
+    when there are fewer sequences of these lengths than rows asked for."""
     if not 1 <= shortest <= longest:
         raise ValueError(f"lengths must satisfy 1 <= shortest <= longest, not {shortest} and {longest}")
     if train + evaluation > (available := sum(10**length for length in range(shortest, longest + 1))):
@@ -60,3 +61,21 @@ class SortedAnswers:
     def answer(self, task: Task, rng: random.Random) -> str:
         """The sorted digits."""
         return " ".join(map(str, task.ground_truth))
+
+
+_ANSWER = re.compile(r"[0-9\s,]*[0-9][0-9\s,]*")
+
+
+class SortReward:
+    """Right positions / max(length of answer, length of truth). Components: ``exact`` (all right) and ``format``. An answer that is
+    not just digits, blanks and commas scores 0 with the flag ``unparsable``."""
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """The share of right positions, 0..1."""
+        text = context.texts[-1].strip()
+        if _ANSWER.fullmatch(text) is None:
+            return Scored(0.0, {"exact": 0.0, "format": 0.0}, ("unparsable",))
+        answer = [int(digit) for digit in re.findall("[0-9]", text)]
+        truth: list[int] = task.ground_truth
+        right = sum(a == b for a, b in zip(answer, truth, strict=False)) / max(len(answer), len(truth))
+        return Scored(right, {"exact": float(answer == truth), "format": 1.0})

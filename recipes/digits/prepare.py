@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rayloop.recipes import write_rows
 from rayloop.recipes.digits.data import rows
-from rayloop.recipes.splits import write_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +27,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for split, made in (("train", train), ("eval", evaluation)):
         write_rows(chosen.out, split, made)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ from typing import Any
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Task
-from rayloop.rewards.saved import OfflineScoring, Saved, parsed, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, parsed, texts_of, truth_of
 
 TRUTHS = ("ground_truth", "truth", "gold", "label")
 """Columns of the digits in order."""
@@ -18,21 +18,13 @@ def read(row: Mapping[str, Any], where: str) -> Saved:
     truth = parsed(truth_of(row, TRUTHS, where))
     if not isinstance(truth, list) or not truth or not all(isinstance(digit, int) for digit in truth):
         raise DataFailure(where, f"the truth must be a list of digits, not {truth!r:.100}")
-    name = str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
-    return Saved(texts_of(row, where), Task(name, (), truth), row)
-
-
-def answer(saved: Saved, variant: str) -> str | None:
-    """The completion without blanks around it; None when it is empty."""
-    return saved.texts[-1].strip() or None
+    return Saved(texts_of(row, where), Task(name_of(row, where), (), truth), row)
 
 
 SCORING = OfflineScoring(
-    use="rayloop.recipes.digits.reward:SortReward",
+    use="rayloop.recipes.digits.data:SortReward",
     variants=("corrected",),
     rewards=("exact", "format"),
     settings=lambda variant, reward: {},
     read=read,
-    aliases={},
-    answer=answer,
 )

@@ -13,11 +13,9 @@ from rayloop.data.dataset import field, image_entry
 
 
 class QuestionRows:
-    """Reads PyVision's rows (``mm_hint``, ``reward_model``, ``extra_info``) or flat ones {id, image, question, answer, kind}.
-
-    A flat row may have ``videos`` in place of the image: paths of animated pictures, or lists of frames; only the policy's code
-    sees them. ``kind``, or ``data_source``, becomes the task's source, and splits the metrics.
-    """
+    """Reads PyVision's rows (``mm_hint``, ``reward_model``, ``extra_info``) or flat ones {id, image, question, answer, kind}; flat
+    ones may have ``videos`` (animated pictures, or lists of frames), which only code sees. ``kind`` is the source, which splits the
+    metrics."""
 
     class Settings(SettingsModel):
         prompt: str = "{question}"

@@ -12,7 +12,7 @@ from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.judge.answers import extract
+from rayloop.judge.rules.plain import extract
 from rayloop.recipes.pyvision import original
 from rayloop.recipes.pyvision.data import answered
 from rayloop.recipes.pyvision.verifiers import Asked, Judged, Kind, Verifiers, at_once
@@ -36,41 +36,32 @@ class DeepEyesReward:
         mathematics: tuple[str, ...] = ("thinklite_eureka",)
         """Data sources that are paid by the second formula, and whose answers math-verify compares before a judge is asked."""
         verifiers: dict[str, Kind] = {}
-        """Which rule judges a data source, as in PyVisionReward; sources of ``mathematics`` have math unless they are named
-        here."""
+        """Which rule judges a data source, as in PyVisionReward; the default of sources of ``mathematics`` is math."""
         math_timeout: float = Field(5.0, gt=0)
-        """Seconds for one comparison by math-verify; then its process is ended and the judge is asked. Raise it for long
-        formulas."""
+        """Seconds for one comparison by math-verify; then the judge is asked. Raise it for long formulas."""
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
-        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``. Without one, rules
-        for short answers do."""
+        """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``; else rules for short answers."""
 
     def __init__(self, settings: DeepEyesReward.Settings) -> None:
         """Raises ConfigError when math-verify is asked for and not installed; of ``mathematics`` the first such row does."""
         self._settings = settings
         kinds: Mapping[str, Kind] = {**dict.fromkeys(settings.mathematics, "math"), **settings.verifiers}
-        self._verifiers = Verifiers(kinds, settings.accuracy, settings.math_timeout)
-        if "math" in settings.verifiers.values():
-            _ = self._verifiers.math  # refuses at once what would fail later
+        self._verifiers = Verifiers(kinds, settings.accuracy, settings.math_timeout, settings.verifiers)
         self.infrastructure = self._verifiers.infrastructure
         self.transcript = settings.variant == "original"
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
         """Raises what the judge raises, and DataFailure for a task without the truth that its rule needs."""
         math = task.source in self._settings.mathematics
-        read = self._original(context, math) if self.transcript else _read(trajectory, context, math)
+        read = _original(context, math) if self.transcript else _read(trajectory, context, math)
         ill = () if read.formed else ("ill_formed",)
         if read.answer is None or (not read.answer and not self.transcript):
             return self._paid(Scored(0.0, flags=("unparsable", *ill)), read, math)
+        asked = Asked(read.answer, trajectory, task, replace(context, texts=[answered(read.answer)]))
         if math:
-            return self._mathematics(Asked(read.answer, trajectory, task, _boxed(context, read.answer)), read, ill)
-        asked = Asked(read.answer, trajectory, task, _boxed(context, read.answer))
+            return self._mathematics(asked, read, ill)
         judged = self._verifiers.asked(asked) if self.transcript else self._verifiers.judged(asked)
         return at_once(judged, lambda found: self._paid(_flagged(found, ill), read, math))
-
-    def _original(self, context: ScoreContext, math: bool) -> original.DeepEyes:
-        response = context.transcript if context.transcript is not None else "".join(context.texts)
-        return original.deepeyes_math(response) if math else original.deepeyes(response)
 
     async def _mathematics(self, asked: Asked, read: original.DeepEyes, ill: tuple[str, ...]) -> Outcome:
         """Compare with math-verify, then ask the judge. The original asks up to eight times; then the answer is wrong."""
@@ -103,6 +94,11 @@ class DeepEyesReward:
         return Scored(value, components, found.flags)
 
 
+def _original(context: ScoreContext, math: bool) -> original.DeepEyes:
+    response = context.transcript if context.transcript is not None else "".join(context.texts)
+    return original.deepeyes_math(response) if math else original.deepeyes(response)
+
+
 def _read(trajectory: Trajectory, context: ScoreContext, math: bool) -> original.DeepEyes:
     """The last turn's answer; its form over all turns of the policy; and whether a tool gave an image."""
     said = extract(context.texts[-1], "box" if math else "tagged_box")
@@ -119,11 +115,6 @@ def _looked(trajectory: Trajectory) -> bool:
     turns = trajectory.turns
     first = next((i for i, turn in enumerate(turns) if turn.sampled), len(turns))
     return any(turn.images for turn in turns[first:] if not turn.restart)
-
-
-def _boxed(context: ScoreContext, answer: str) -> ScoreContext:
-    """The context with the answer in the form that a judge reads."""
-    return replace(context, texts=[answered(answer)])
 
 
 def _flagged(found: Judged, ill: tuple[str, ...]) -> Judged:

@@ -3,13 +3,83 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayloop.recipes.pyvision.scenes import KINDS, scene
-from rayloop.recipes.splits import write_rows
+from PIL import Image, ImageDraw
+
+from rayloop.core.types import derive
+from rayloop.recipes import write_rows
+
+SIDE, CARD = 896, 240
+"""Pixels of the page, and of a card."""
+PLACES = ("top left", "top right", "bottom left", "bottom right")
+CARDS = {"red": (235, 110, 110), "green": (110, 205, 110), "blue": (130, 150, 245), "yellow": (240, 225, 100)}
+DOTS = {"black": (0, 0, 0), "white": (255, 255, 255), "cyan": (0, 255, 255), "magenta": (255, 0, 255)}
+KINDS = ("count", "dot")
+NEAR = {"count": 28, "dot": 10}
+"""Pixels from the middle of a card to the edge of the box that holds its dots."""
+MOST = 5
+"""Dots on a card."""
+COUNTED, COLOURED = 4, 6
+"""Pixels of a dot's side, by the kind of question."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """``box``: left, top, right and bottom of the dots on the card in question, in pixels."""
+
+    kind: str
+    question: str
+    answer: str
+    box: tuple[int, int, int, int]
+    image: Image.Image
+
+
+def scene(kind: str, seed: int) -> Scene:
+    """Equal arguments, equal scene."""
+    rng = random.Random(derive(seed, "scene", kind))
+    shade = rng.randint(225, 250)
+    image = Image.new("RGB", (SIDE, SIDE), (shade, shade, shade))
+    draw = ImageDraw.Draw(image)
+    asked = rng.randrange(len(PLACES))
+    answers = []
+    for place, colour in enumerate(rng.sample(list(CARDS), len(PLACES))):
+        x, y = middle(place)
+        draw.rectangle((x - CARD // 2, y - CARD // 2, x + CARD // 2 - 1, y + CARD // 2 - 1), fill=CARDS[colour])
+        answers.append(_dots(draw, rng, x, y) if kind == "count" else _dot(draw, rng, x, y))
+    question = "How many dots are on the card at the {}?" if kind == "count" else "Which colour has the dot at the {}?"
+    return Scene(kind, question.format(PLACES[asked]), answers[asked], box(kind, asked), image)
+
+
+def middle(place: int) -> tuple[int, int]:
+    """The middle of the card in that quarter of the page, in reading order."""
+    return SIDE // 4 + place % 2 * SIDE // 2, SIDE // 4 + place // 2 * SIDE // 2
+
+
+def box(kind: str, place: int) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of the area on a card where dots can be."""
+    (x, y), near = middle(place), NEAR[kind]
+    return x - near, y - near, x + near, y + near
+
+
+def _dots(draw: ImageDraw.ImageDraw, rng: random.Random, x: int, y: int) -> str:
+    number = rng.randint(1, MOST)
+    for cell in rng.sample(range(25), number):
+        left, top = x - 22 + cell % 5 * 10, y - 22 + cell // 5 * 10
+        draw.rectangle((left, top, left + COUNTED - 1, top + COUNTED - 1), fill="black")
+    return str(number)
+
+
+def _dot(draw: ImageDraw.ImageDraw, rng: random.Random, x: int, y: int) -> str:
+    colour = rng.choice(list(DOTS))
+    left, top = x + rng.randint(-6, 0), y + rng.randint(-6, 0)
+    draw.rectangle((left, top, left + COLOURED - 1, top + COLOURED - 1), fill=DOTS[colour])
+    return colour
+
 
 ROWS = {"train": 1000, "val": 64, "test": 128}
 FIRST = {"train": 0, "val": 100_000, "test": 200_000, "demos": 300_000}
@@ -38,7 +108,3 @@ def drawn(out: Path, split: str, count: int) -> Iterator[dict[str, Any]]:
             "id": f"{split}-{number}", "image": image, "question": made.question, "answer": made.answer,
             "kind": kind, "box": made.box,
         }  # fmt: skip
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,4 @@
-"""PyVision's reward: a right answer earns 1, and 0.1 more for each turn whose code was executed. A wrong one earns no bonus.
-
-The bonus is what keeps a policy from giving up its tool ("interaction collapse"); it is paid for right answers only.
-"""
+"""PyVision's reward: 1 for a right answer, and 0.1 more for each turn whose code ran, so that a policy keeps using its tool."""
 
 from __future__ import annotations
 
@@ -15,8 +12,8 @@ from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.judge.answers import boxed, extract
 from rayloop.judge.rules.decision import mean_relative_accuracy
+from rayloop.judge.rules.plain import boxed, extract
 from rayloop.recipes.pyvision import original
 from rayloop.recipes.pyvision.data import answered
 from rayloop.recipes.pyvision.verifiers import SOURCES, Asked, Judged, Kind, Verifiers, at_once
@@ -38,8 +35,7 @@ class PyVisionReward:
         """corrected: the answer of the last turn, clean code counts. original: the published functions with their mistakes
         (README.md), which read the first answer of the whole transcript, tool output included; to repeat or ablate a run."""
         published: Literal["multi_task_verifier", "general_verifier", "vl_agent"] = "multi_task_verifier"
-        """Which of the published functions ``original`` is; sources of ``verifiers`` keep their rule. The first is what was
-        trained."""
+        """Which of the published functions ``original`` is (the first was trained); sources of ``verifiers`` keep their rule."""
         per_call: float = Field(0.1, ge=0)
         """Paid for each executed turn of a right answer. The original's 0.1; 0 pays for answers alone."""
         right_from: float = Field(0.5, ge=0, le=1)
@@ -48,8 +44,7 @@ class PyVisionReward:
         """Which rule judges a data source, by its name or a pattern with ``*``: mra (mean relative accuracy of numbers), option (a
         letter), math (equivalence), rules (short answers), judge (``accuracy``). All others: judge if there is one, else rules."""
         math_timeout: float = Field(5.0, gt=0)
-        """Seconds for one comparison by math-verify; then its process is ended and the answer is wrong. Raise it for long
-        formulas."""
+        """Seconds for one comparison by math-verify; then the answer is wrong. Raise it for long formulas."""
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
         """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``. Without one, rules do: the
         same text but for case and blanks, the same number, option or list."""
@@ -57,15 +52,12 @@ class PyVisionReward:
     def __init__(self, settings: PyVisionReward.Settings) -> None:
         """Raises ConfigError when math-verify is asked for and not installed."""
         self._settings = settings
-        self._verifiers = Verifiers(settings.verifiers, settings.accuracy, settings.math_timeout)
-        if "math" in settings.verifiers.values():
-            _ = self._verifiers.math  # refuses at once what would fail later
+        self._verifiers = Verifiers(settings.verifiers, settings.accuracy, settings.math_timeout, settings.verifiers)
         self.infrastructure = self._verifiers.infrastructure
         self.transcript = settings.variant == "original"
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
-        """A judge that fails leaves the trajectory unscored. Raises what the judge raises, and DataFailure for a task
-        without the truth that its rule needs."""
+        """Unscored when the judge fails. Raises the judge's errors, and DataFailure for a task without the truth of its rule."""
         if self._settings.variant == "original":
             return self._original(trajectory, task, context)
         answer = extract(context.texts[-1], "tagged_box")
@@ -87,8 +79,6 @@ class PyVisionReward:
         value = accuracy + right * self._settings.per_call * components["calls"]
         return Scored(value, {**components, "accuracy": accuracy, "right": float(right)}, found.flags)
 
-    # The original ------------------------------------------------------------------------------------------------------
-
     def _original(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
         published, source = self._settings.published, task.source
         response = context.transcript if context.transcript is not None else "".join(context.texts)
@@ -103,12 +93,10 @@ class PyVisionReward:
         components["format"] = 1.0
         if published == "multi_task_verifier" and source not in original.EXAMPLES:
             return Scored(0.0, components, ("raised", "UnboundLocalError"))
-        alone = replace(context, texts=[answered(answer)])
-        asked = Asked(answer, trajectory, task, alone)
+        asked = Asked(answer, trajectory, task, replace(context, texts=[answered(answer)]))
         if published == "general_verifier":
             return self._never_failing(asked, components)
-        judged = self._verifiers.asked(asked)
-        return at_once(judged, lambda found: self._paid(found, components, long=len(answer) >= LONGEST))
+        return at_once(self._verifiers.asked(asked), lambda found: self._paid(found, components, long=len(answer) >= LONGEST))
 
     def _first_numbers(self, response: str, task: Task, components: Mapping[str, float]) -> Outcome:
         said, true = original.first_number(response), original.first_number(task.ground_truth)
@@ -125,9 +113,12 @@ class PyVisionReward:
             found = found if isinstance(found, Scored) or not isinstance(found, Awaitable) else await found
         except Exception as error:
             return Scored(0.0, components, ("judge_failed", type(error).__name__))
-        if not isinstance(found, Scored):
-            return Scored(0.0, components, ("judge_failed",))
-        return self._paid(found, components, long=len(asked.answer) >= LONGEST)
+        judged = isinstance(found, Scored)
+        return (
+            self._paid(found, components, long=len(asked.answer) >= LONGEST)
+            if judged
+            else Scored(0.0, components, ("judge_failed",))
+        )
 
 
 def calls(trajectory: Trajectory, context: ScoreContext) -> float:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayloop.core.types import Message, Task
-from rayloop.judge.answers import extract
+from rayloop.judge.rules.plain import extract
 from rayloop.recipes.pyvision import original
-from rayloop.rewards.saved import OfflineScoring, Saved, played, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, played, texts_of, truth_of
 
 TRUTHS = ("ground_truth", "answer", "truth", "gold", "label")
 """Columns of the true answer."""
@@ -17,15 +17,12 @@ CALLS = ("calls", "tool_turns_executed", "tool_cnt")
 
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
-    """``{completion, answer, question?, data_source?, calls?, transcript?}``, or a line of a run's ``rollouts``. Raises
-    DataFailure.
-
-    ``transcript``: all that followed the prompt, tool output included, which the original reads."""
-    name = str(row.get("id", row.get("task", f"row {where.rpartition(':')[2]}")))
+    """``{completion, answer, question?, data_source?, calls?, transcript?}``, or a line of ``rollouts``. ``transcript``, which the
+    original reads: everything behind the prompt, tool output included. Raises DataFailure."""
     question = row.get("question", row.get("prompt"))
     messages = (Message("user", (question,)),) if isinstance(question, str) else ()
     source = str(row.get("data_source") or row.get("source") or row.get("kind") or "")
-    task = Task(name, messages, truth_of(row, TRUTHS, where), source, row)
+    task = Task(name_of(row, where), messages, truth_of(row, TRUTHS, where), source, row)
     return Saved(texts_of(row, where), task, row, played(row, CALLS))
 
 

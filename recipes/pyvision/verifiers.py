@@ -1,9 +1,9 @@
-"""Whether an answer is right: by a rule that suits its data source, or by a judge. The rules are the judge's own
-(``judge/rules``)."""
+"""Whether an answer is right: by a rule of ``judge/rules`` that suits its data source, by a judge, or by its option."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -15,11 +15,13 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import RewardSource, ScoreContext
 from rayloop.core.types import Task, Trajectory
+from rayloop.judge.rules.plain import extract
 from rayloop.judge.mathematics import MathVerifier
 from rayloop.judge.reward import question as question_of
 from rayloop.judge.reward import reference
 from rayloop.judge.rules.decision import decide, mean_relative_accuracy
 from rayloop.judge.rules.quantities import first_number
+from rayloop.judge.rules.question import Question
 
 Kind = Literal["mra", "option", "math", "rules", "judge"]
 SOURCES: Mapping[str, Kind] = {"vsi_numerical": "mra", "*_rule_verifiable": "mra"}
@@ -42,12 +44,17 @@ class Asked:
 class Verifiers:
     """One of them for each data source."""
 
-    def __init__(self, sources: Mapping[str, Kind], judge: Component | None, math_timeout: float) -> None:
+    def __init__(
+        self, sources: Mapping[str, Kind], judge: Component | None, math_timeout: float, needed: Mapping[str, Kind]
+    ) -> None:
+        """Raises ConfigError when one of ``needed`` is ``math`` and math-verify is not installed."""
         self._sources, self._math_timeout = sources, math_timeout
         self._judge: RewardSource | None = judge.build() if judge else None
         self.has_judge = self._judge is not None
         self.infrastructure = getattr(self._judge, "infrastructure", ())
         self._kinds: dict[str, Kind] = {}
+        if "math" in needed.values():
+            _ = self.math
 
     @cached_property
     def math(self) -> MathVerifier:
@@ -63,8 +70,7 @@ class Verifiers:
         return self._kinds[source]
 
     def judged(self, asked: Asked) -> Judged | Awaitable[Judged]:
-        """The accuracy, from 0 to 1. Raises DataFailure for a task without the truth that the rule needs, and what a judge
-        raises."""
+        """The accuracy, from 0 to 1. Raises the judge's errors, and DataFailure for a task without the truth of its rule."""
         match self.kind(asked.task.source):
             case "mra":
                 return _relative(asked)
@@ -127,3 +133,43 @@ def _option(asked: Asked) -> Judged:
 def question(task: Task) -> str:
     """A saved completion may come without."""
     return question_of(task) if task.messages else ""
+
+
+_NEGATED = re.compile(r"\b(?:not|no|nor|neither|never|cannot|except|rather than|instead of)\b|n't\b", re.IGNORECASE)
+_LETTER = re.compile(r"(?<![\w'])([A-Z])(?![\w'])")
+_ARTICLE = re.compile(r"(?<![\w'(])A(?= (?!or\b|and\b)[a-z])")
+
+
+class OptionReward:
+    """1 for the right option, 0 for another, without a model: a letter, the option's words, or a sentence with one of them.
+
+    The answer is the last ``<answer>`` block, else the last line, else the turn. The letter of a sentence is inferred as VLMEvalKit
+    does (arXiv:2407.11691). Components: ``accuracy``, ``format`` (1 with such a block). Without an option: 0, flag ``undecided``.
+    """
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """1 or 0, with the flag ``undecided`` when no option is found."""
+        said = context.texts[-1] if context.texts else ""
+        asked = str(task.extra.get("question", ""))
+        tagged = extract(said, "tagged_box")
+        answers = [tagged] if tagged else [extract(said, "last_line") or "", said.rpartition("</think>")[2]]
+        for answer in answers:
+            found = decided(str(task.ground_truth), answer, asked)
+            if found.flags and (letter := inferred(answer, Question(asked, False).options)):
+                found = decided(str(task.ground_truth), letter, asked)
+            if not found.flags:
+                break
+        components = {"accuracy": found.value, "format": float(tagged is not None)}
+        return Scored(found.value, components, found.flags)
+
+
+def inferred(answer: str, options: Mapping[str, str]) -> str | None:
+    """The letter of the one option (letter -> words) that a sentence names; None for several, and for a denial."""
+    if _NEGATED.search(answer):
+        return None
+    plain = _ARTICLE.sub(" ", answer)
+    letters = {letter for letter in _LETTER.findall(plain) if letter in options}
+    lower = answer.lower()
+    named = {letter for letter, words in options.items() if words and re.search(rf"(?<!\w){re.escape(words.lower())}(?!\w)", lower)}
+    found = letters or named
+    return next(iter(found)) if len(found) == 1 and named <= found else None

@@ -51,6 +51,7 @@ class RayDiscovery:
         self._name = settings.name
 
     async def __call__(self) -> Address:
+        """The address. Raises InfrastructureFailure without one."""
         try:
             found: Address = await ray.get_actor(f"judge-{self._name}", namespace=NAMESPACE).get.remote()
             return found

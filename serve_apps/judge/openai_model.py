@@ -15,7 +15,7 @@ import httpx
 from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 from rayloop.judge.discovery import read_key
 from rayloop.judge.grader import Reply
-from rayloop.serve_apps.judge.settings import OpenAIBackendSettings
+from rayloop.serve_apps.settings import OpenAIBackendSettings
 
 TOP = 5
 """Alternatives of each token that the server is asked to return."""
@@ -64,11 +64,10 @@ class CompletionModel(ABC):
         """Free the engine or the connections."""
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        """The model's reply to a request for a verdict. Clients retry; this method does not.
+        """The model's reply to a request for a verdict, without retries.
 
-        Raises like ``complete``, and DataFailure for a prompt that is too long. Any other refusal, and a reply that was cut off,
-        is caused by the judge's configuration (a model that cannot see, a filter, too few ``max_tokens``) and not by the answer:
-        it raises InfrastructureFailure.
+        Raises like ``complete``, DataFailure for a prompt that is too long, and InfrastructureFailure for any other refusal and a
+        reply that was cut off: the judge's configuration is the cause, not the answer.
         """
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
         request = {"model": self.name, "messages": messages, "response_format": form, **self._keys}
@@ -124,10 +123,7 @@ class OpenAIModel(CompletionModel):
             self._slots.release()
 
     async def identity(self) -> Mapping[str, Any]:
-        """The model's entry in the server's list of models; {} for a server without such a list.
-
-        ``created`` is left out: vLLM and SGLang return the time of the request there.
-        """
+        """The model's entry in the server's list of models, without ``created``; {} for a server without such a list."""
         try:
             answer = await self._client.get("models")
         except httpx.HTTPError as error:

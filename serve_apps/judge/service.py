@@ -17,11 +17,11 @@ from rayloop.core.threads import in_thread
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
 from rayloop.judge.discovery import READ
 from rayloop.judge.grader import Grader
-from rayloop.judge.labelled import CANARY_IMAGE, canary
 from rayloop.judge.prompt import IMAGES
+from rayloop.judge.rubric import CANARY_IMAGE, canary
 from rayloop.serve_apps.judge.openai_model import ChatAnswer, CompletionModel
-from rayloop.serve_apps.judge.settings import JudgeSettings
-from rayloop.serve_apps.metrics import RequestMetrics
+from rayloop.serve_apps.settings import JudgeSettings
+from rayloop.serve_apps.web import RequestMetrics
 
 T = TypeVar("T")
 
@@ -101,10 +101,7 @@ class JudgeService:
         return self.metrics.text()
 
     def _checked(self, items: Sequence[JudgeItem]) -> Sequence[JudgeItem]:
-        """The items with the real paths of their images, so that the file that was checked is the one that is read.
-
-        Raises DataFailure.
-        """
+        """The items with the real paths of their images: the checked file is the one that is read. Raises DataFailure."""
         for item in items:
             if item.rubric not in self.grader.rubrics:
                 raise DataFailure(item.rubric, f"no such rubric; there are {', '.join(self.grader.rubrics)}")

@@ -14,7 +14,7 @@ from rayloop.core.model_files import resolve
 from rayloop.engines.generation.vllm_chat import RequestRefused, TooLong, VllmChat
 from rayloop.engines.generation.vllm_process import versions
 from rayloop.serve_apps.judge.openai_model import TOP, ChatAnswer, CompletionModel
-from rayloop.serve_apps.judge.settings import VllmBackendSettings
+from rayloop.serve_apps.settings import VllmBackendSettings
 
 
 class VllmModel(CompletionModel):

@@ -11,11 +11,10 @@ from typing import Protocol
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from rayloop.actors.fates import cause, is_lost, object_lost
+from rayloop.actors.failures import brief, cause, is_lost, object_lost
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.images import MissingImages, SentImages
 from rayloop.actors.lease import Engine
-from rayloop.actors.lost import brief
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DeadlineExceeded
 from rayloop.core.protocols import EngineHealth
@@ -25,7 +24,7 @@ from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 logger = logging.getLogger(__name__)
 
 ROLE = "rollout-"
-"""The beginning of the names of a run's engines (``cluster/roles/services.py``)."""
+"""The beginning of the names of a run's engines (``cluster/services.py``)."""
 LOOK = 1.0
 """Seconds between two searches for engines."""
 HEALTH = 10.0
@@ -84,10 +83,7 @@ class Engines:
         return max((engine.version for engine in self.serving if engine.version is not None), default=None)
 
     async def sample(self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
-        """One answer for each seed. Requests to an engine that is lost go to another one.
-
-        Waits while there is no engine, so the caller must set a deadline. Raises the engine's own errors.
-        """
+        """One answer for each seed, from another engine after a loss. Waits for an engine. Raises the engine's errors."""
         answers: dict[int, Completion] = {}
         while missing := [seed for seed in dict.fromkeys(seeds) if seed not in answers]:
             engine = await self._free()

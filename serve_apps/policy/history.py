@@ -1,8 +1,8 @@
 """Conversations that the endpoint remembers, so that they go on with the very tokens that were sampled.
 
-A client sends its whole history as texts each time. Rendering those again would give other tokens than the policy sampled (a text
-has many tokenisations), and a trajectory of them could not be trained. A history that is known is therefore continued as an episode
-is: its tokens, then the new messages as an observation. An unknown history is rendered whole, and the answer has ``exact: false``.
+A client sends its whole history as texts each time, which may render to other tokens than the policy sampled. A known history
+continues as an episode does: its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer
+has ``exact: false``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.threads import Cache
 from rayloop.core.traces import Trace
 from rayloop.core.types import Completion, ImageSource, Message, PromptImage, Sampling, TokenIds, Turn
-from rayloop.serve_apps.policy.api import ChatMessage
-from rayloop.serve_apps.policy.messages import message_of
+from rayloop.serve_apps.policy.api import ChatMessage, message_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +73,7 @@ class Histories:
         self._by_name: Cache[str, Conversation] = Cache(limit, lambda known: known.bytes)
 
     def prompt(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], continues: str | None) -> Conversation:
-        """The conversation to answer.
-
-        Raises DataFailure for messages or images that cannot be rendered, and for ``continues`` with other messages than those of
-        that answer.
-        """
+        """The conversation to answer. Raises DataFailure for what cannot be rendered, and ``continues`` with other messages."""
         keys = _keys(messages, tools)
         answered = [number for number, message in enumerate(messages, 1) if message.role == "assistant"]
         if messages[-1].role == "assistant":

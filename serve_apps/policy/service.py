@@ -17,23 +17,11 @@ from rayloop.core.failures import DataFailure, DeadlineExceeded, OverLongPrompt
 from rayloop.core.threads import in_thread
 from rayloop.core.traces import image_json
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, derive
-from rayloop.serve_apps.metrics import RequestMetrics
-from rayloop.serve_apps.policy.api import ChatMessage, ChatRequest
+from rayloop.serve_apps.policy.api import ChatMessage, ChatRequest, answer_of, images_of
 from rayloop.serve_apps.policy.engines import Engines
 from rayloop.serve_apps.policy.history import Conversation, Histories
-from rayloop.serve_apps.policy.messages import answer_of, images_of
-from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
-
-
-class PolicyMetrics(RequestMetrics):
-    """The metrics of the one replica. Each series has the label ``run``."""
-
-    def __init__(self, run: str, limit: int) -> None:
-        super().__init__("policy", {"run": run}, "answers", limit)
-        self.prompted: Counter = self.one(Counter, "prompt_tokens", "Tokens of prompts, each prompt once.")
-        self.sampled: Counter = self.one(Counter, "sampled_tokens", "Tokens of answers.")
-        self.engines: Gauge = self.one(Gauge, "engines", "Engines that serve weights.")
-        self.step: Gauge = self.one(Gauge, "weight_step", "The step of the newest weights that an engine serves; -1: none.")
+from rayloop.serve_apps.settings import PolicyEndpointSettings
+from rayloop.serve_apps.web import RequestMetrics
 
 
 class PolicyService:
@@ -44,7 +32,11 @@ class PolicyService:
         self.renderer = Renderer(settings.model)
         self._histories = Histories(self.renderer, settings.limits.history)
         self._began = int(time.time())
-        self._metrics = PolicyMetrics(settings.run, settings.limits.held)
+        self._metrics = metrics = RequestMetrics("policy", {"run": settings.run}, "answers", settings.limits.held)
+        self._prompted: Counter = metrics.one(Counter, "prompt_tokens", "Tokens of prompts, each prompt once.")
+        self._sampled: Counter = metrics.one(Counter, "sampled_tokens", "Tokens of answers.")
+        self._serving: Gauge = metrics.one(Gauge, "engines", "Engines that serve weights.")
+        self._step: Gauge = metrics.one(Gauge, "weight_step", "The step of the newest weights that an engine serves; -1: none.")
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -59,8 +51,8 @@ class PolicyService:
     def scrape(self) -> bytes:
         """The metrics in Prometheus' text format."""
         version = self.engines.version
-        self._metrics.engines.set(len(self.engines.serving))
-        self._metrics.step.set(-1 if version is None else version.step)
+        self._serving.set(len(self.engines.serving))
+        self._step.set(-1 if version is None else version.step)
         return self._metrics.text()
 
     def model(self) -> dict[str, Any]:
@@ -72,9 +64,9 @@ class PolicyService:
         }  # fmt: skip
 
     def trace(self, name: str) -> dict[str, Any] | None:
-        """The conversation up to the answer ``<id>/<choice>``: ``rayloop.core.traces.Trace`` as JSON, with its sampling.
+        """The ``Trace`` up to the answer ``<id>/<choice>`` as JSON, with its sampling; None when it is unknown.
 
-        None when the answer is not known (any more). Raises DataFailure when its tokens are not those that were sampled.
+        Raises DataFailure when its tokens are not those that were sampled.
         """
         known = self._histories.named(name)
         if known is None or known.sampling is None:
@@ -83,11 +75,7 @@ class PolicyService:
         return {**known.trace().json(), "sampling": sampling, "image_token": self.renderer.image_token}
 
     async def chat(self, asked: ChatRequest) -> dict[str, Any]:
-        """A chat completion.
-
-        Raises DataFailure for what cannot be asked, OverLongPrompt, Overloaded, DeadlineExceeded, and InfrastructureFailure when
-        the engines fail.
-        """
+        """A chat completion. Raises DataFailure, OverLongPrompt, Overloaded, DeadlineExceeded, InfrastructureFailure."""
         limits = self.settings.limits
         late = DeadlineExceeded(f"no answer within limits.seconds ({limits.seconds:g} s): {self.engines.why or 'busy'}")
         with self._metrics.request("chat"):
@@ -124,8 +112,8 @@ class PolicyService:
         """The keys of an answer beside its id and its choices."""
         oldest = min(completion.version for completion in completions)
         prompt, sampled = conversation.token_ids, sum(len(one.token_ids) for one in completions)
-        self._metrics.prompted.inc(len(prompt))
-        self._metrics.sampled.inc(sampled)
+        self._prompted.inc(len(prompt))
+        self._sampled.inc(sampled)
         return {
             "object": "chat.completion", "created": int(time.time()), "model": self.settings.run,
             "system_fingerprint": f"{self.settings.run}@{oldest}",

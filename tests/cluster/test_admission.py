@@ -9,7 +9,7 @@ import pytest
 
 from rayloop.core.protocols import EngineHealth
 from rayloop.core.types import Version
-from rayloop.rollout.concurrency import ConcurrencyLimit
+from rayloop.rollout.scheduler import ConcurrencyLimit
 
 V = Version(0, 1)
 

@@ -10,7 +10,7 @@ import pytest
 
 from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.weight_sync import WeightSync
-from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Sampling, Task
@@ -219,7 +219,7 @@ def test_a_number_that_hung_as_a_probe_is_free_for_another_task(world: Make, mon
 
 
 def test_groups_before_a_restore_are_not_those_after_it() -> None:
-    blame = Blame(EnvironmentSettings(actors=2))
+    blame = FailureHistory(EnvironmentSettings(actors=2))
     for attempt in range(3):
         blame.begins(12, attempt)
         blame.failed(12, BAD, attempt, attempt % 2, failed(None, "step gave no answer", hung=True))

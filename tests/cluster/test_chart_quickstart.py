@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rayloop.recipes.chart_rvr.prepare import main
-from rayloop.recipes.chart_rvr.rewards.sample import SEVEN
+from rayloop.recipes.chart_rvr.rewards.reading import SEVEN
 from tests.support.runs import ROOT, ledger_closes, run
 
 pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(300)]

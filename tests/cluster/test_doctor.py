@@ -24,11 +24,11 @@ from packaging.specifiers import SpecifierSet
 from safetensors.numpy import save_file
 
 from benchmarks.pages.doctor import page
-from rayloop.doctor import checks, isolation, machine, network, software
+from rayloop.doctor import checks, machine, network, software
 from rayloop.doctor.finding import Finding, size
 from rayloop.envs.browser.containment import Confinement
-from rayloop.launch.addresses import this_node
 from rayloop.launch.limits import MemoryLimit
+from rayloop.launch.network import this_node
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, total
 from rayloop.sandbox.levels import ATTACKS, Reached
@@ -104,7 +104,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     (folder / "rows.jsonl").touch()
     values: dict[str, Any] = {
         "name": "run", "steps": 1, "output": str(folder / "runs"), "model": {"path": str(folder / "model")},
-        "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}},
+        "data": {"train": str(folder / "rows.jsonl")}, "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
     }  # fmt: skip
     return RunConfig.model_validate(values | changes)
 
@@ -402,9 +402,9 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
 
 def test_the_sandbox_is_told_with_the_reason_for_not_having_more() -> None:
     full = Reached(Level.NAMESPACES, {}, tuple(ATTACKS))
-    assert only(isolation.sandbox(lambda: full)) == Finding("ok", "level: namespaces (11 of 11 attacks held)")
+    assert only(software.sandbox(lambda: full)) == Finding("ok", "level: namespaces (11 of 11 attacks held)")
     less = Reached(Level.FILTERED, {Level.NAMESPACES: "userns refused: EPERM"}, tuple(ATTACKS))
-    found = only(isolation.sandbox(lambda: less))
+    found = only(software.sandbox(lambda: less))
     assert found.level == "warning"
     assert found.found == "level: filtered (11 of 11 attacks held); namespaces: userns refused: EPERM"
     assert "bubblewrap" in found.remedy
@@ -412,14 +412,14 @@ def test_the_sandbox_is_told_with_the_reason_for_not_having_more() -> None:
 
 def test_a_browser_is_held_in_or_it_is_said_why_not() -> None:
     everything = Confinement("namespaces", True, "")
-    assert levels(isolation.browser("sh", lambda: everything)) == ["ok"]
-    assert "no-such-browser is not installed" in only(isolation.browser("no-such-browser")).found
+    assert levels(software.browser("sh", lambda: everything)) == ["ok"]
+    assert "no-such-browser is not installed" in only(software.browser("no-such-browser")).found
     for held, remedy in (
         (Confinement("namespaces", False, "Chromium's own sandbox: EPERM"), "nested"),
         (Confinement("chromium", True, "bubblewrap: not installed"), "install bubblewrap"),
         (Confinement("none", False, "bubblewrap: not installed"), "install bubblewrap"),
     ):
-        found = only(isolation.browser("sh", lambda held=held: held))
+        found = only(software.browser("sh", lambda held=held: held))
         assert found.level == "warning"
         assert held.lacks in found.found
         assert remedy in found.remedy
@@ -432,17 +432,17 @@ def test_desktops_are_told_with_what_they_lack(monkeypatch: pytest.MonkeyPatch) 
         ("sh", "", "userns refused: EPERM", "warning", "allow user namespaces"),
         ("sh", "", "", "ok", ""),
     ):
-        monkeypatch.setattr(isolation, "SERVER", program)
-        one = only(isolation.desktop(lambda lacks=lacks: lacks, lambda refused=refused: refused))
+        monkeypatch.setattr(software, "SERVER", program)
+        one = only(software.desktop(lambda lacks=lacks: lacks, lambda refused=refused: refused))
         assert one.level == level
         assert remedy in one.remedy
         assert refused in one.found
 
 
 def test_schedulers_are_recognised() -> None:
-    inside = isolation.scheduler({"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, lambda _: None)
+    inside = software.scheduler({"SLURM_JOB_ID": "7", "KUBERNETES_SERVICE_HOST": "10.0.0.1"}, lambda _: None)
     assert only(inside).found == "inside Slurm job 7; inside a Kubernetes pod"
-    assert "slurm up" in only(isolation.scheduler({}, {"sbatch": "/usr/bin/sbatch"}.get)).found
+    assert "slurm up" in only(software.scheduler({}, {"sbatch": "/usr/bin/sbatch"}.get)).found
 
 
 def test_files_that_a_configuration_names_must_be_there(tmp_path: Path) -> None:

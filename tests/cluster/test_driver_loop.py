@@ -110,7 +110,7 @@ def test_a_quarantine_of_before_is_cleared_by_one_setting(tmp_path: Path, clear:
     before.checkpoints.next_lineage()
     for task in before.rollouts.dataset:
         before.rollouts.quarantine(task, "", "No space left on device")
-    before.blame.groups_failed["train-1"] = 1
+    before.history.groups_failed["train-1"] = 1
     save(before, 1)
 
     after = driver(every=1, resume=str(before.checkpoints.find("auto").folder) if clear else "auto")
@@ -122,7 +122,7 @@ def test_a_quarantine_of_before_is_cleared_by_one_setting(tmp_path: Path, clear:
         with pytest.raises(ConfigError, match=r"checkpoint\.resume="):
             after.rollouts.scheduler.probe_tasks()
         return
-    assert (found, after.blame.groups_failed) == (set(), {})
+    assert (found, after.history.groups_failed) == (set(), {})
     assert [len(tasks) for tasks in told] == [24]
     bad = after.rollouts.dataset[3]
     after.rollouts.quarantine(bad, "", "it is broken")

@@ -22,10 +22,9 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from rayloop.actors.policy import LogprobGap, PolicyRank, RankSettings
 from rayloop.cluster.driver import Driver
-from rayloop.cluster.loop.payloads import capture
-from rayloop.cluster.loop.saving import Saving
+from rayloop.cluster.loop.saving import Saving, capture
 from rayloop.cluster.loop.weight_sync import WeightSync
-from rayloop.cluster.roles.services import TrainingServices
+from rayloop.cluster.services import TrainingServices
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError, RolesExhausted

@@ -46,7 +46,7 @@ def grounding(folder: Path, model: Path) -> dict[str, Any]:
         },
         policy__engine={"threads": 1, "lora": {"rank": 4}}, policy__optimizer={"lr": 3.0e-3},
         weight_sync={"logprob_check": "stop", "transport": {"kind": "filesystem"}},
-        evaluation={"every": 2, "samples": 2, "controls": True, "blind": {"use": "rayloop.recipes.arc_vision.controls:BlindBox"}},
+        evaluation={"every": 2, "samples": 2, "controls": True, "blind": {"use": "rayloop.recipes.arc_vision.boxes:BlindBox"}},
     )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import Pool
-from rayloop.cluster.supervision.quarantine import Blame
 from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
@@ -176,7 +176,7 @@ def test_a_task_that_fails_everywhere_is_quarantined(world: Make, actors: int, n
 @pytest.mark.parametrize(("slots", "condemned"), [((0, 0), False), ((0, 1), True)])
 def test_quarantine_needs_failures_on_two_actors(slots: tuple[int, int], condemned: bool) -> None:
     """A task needs what the node of slot 0 lacks; meanwhile others go well everywhere. In each group two of its episodes fail."""
-    blame, reasons = Blame(EnvironmentSettings(actors=2)), []
+    blame, reasons = FailureHistory(EnvironmentSettings(actors=2)), []
     for group in range(4):
         for slot in slots:
             blame.begins(group, slot)

@@ -119,7 +119,7 @@ class Player:
     def __init__(self) -> None:
         self.together: list[list[str]] = []
         self.evaluation: Any = None
-        self.blame = SimpleNamespace(forget=lambda group: None)
+        self.history = SimpleNamespace(forget=lambda group: None)
         self.emit_bad_data, self.rewards = None, self
 
     def _member(self, request: RolloutRequest, of: int) -> Member:

@@ -1,4 +1,4 @@
-"""Loggers: one that fails or blocks is dropped and told, the others get every step; what TensorBoard, W&B and Prometheus see."""
+"""Loggers: one that fails or blocks is dropped, the others get every step; what TensorBoard, W&B and Prometheus see."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ class Kept:
         self.closed = True
 
 
-class Told:
-    """Two loggers, of which W&B's place is taken by ``bad``, and what was told of them."""
+class Watched:
+    """Two loggers, of which W&B's place is taken by ``bad``, and the reports of them."""
 
     def __init__(self, bad: Callable[[], Logger]) -> None:
         self.good, self.failed = Kept(), list[tuple[str, str]]()
         opening: dict[str, Callable[[], Logger]] = {"tensorboard": lambda: self.good, "wandb": bad}
-        self.loggers = Loggers((GOOD, BAD), lambda s: opening[s.kind](), lambda *told: self.failed.append(told))
+        self.loggers = Loggers((GOOD, BAD), lambda s: opening[s.kind](), lambda *failure: self.failed.append(failure))
 
-    def steps_until_told(self) -> int:
-        """Log step after step until a failure is told; returns their number."""
+    def steps_until_dropped(self) -> int:
+        """Log step after step until a failure is reported; returns their number."""
         done = 0
 
         def step() -> bool:
@@ -65,7 +65,7 @@ class Told:
             self.loggers.log(done, STEP)
             return bool(self.failed)
 
-        eventually(step, "a failure is told", 10)
+        eventually(step, "a failure is reported", 10)
         return done
 
     def close(self) -> None:
@@ -89,13 +89,13 @@ def refuse(error: BaseException) -> Callable[..., Any]:
     ids=["opening", "logging", "exiting"],
 )
 def test_a_logger_that_fails_is_dropped_once_and_the_other_gets_every_step(bad: Callable[[], Logger], why: str) -> None:
-    told = Told(bad)
-    last = told.steps_until_told()
-    told.loggers.log(last + 1, STEP)
-    told.close()
-    assert told.failed == [("wandb", why)]
-    assert told.good.steps == list(range(1, last + 2))
-    assert told.good.closed
+    watched = Watched(bad)
+    last = watched.steps_until_dropped()
+    watched.loggers.log(last + 1, STEP)
+    watched.close()
+    assert watched.failed == [("wandb", why)]
+    assert watched.good.steps == list(range(1, last + 2))
+    assert watched.good.closed
 
 
 @pytest.mark.parametrize("where", ["opening", "logging"])
@@ -111,14 +111,14 @@ def test_a_logger_that_blocks_is_dropped_and_delays_nobody(where: str) -> None:
             block()
         return Kept(block)
 
-    told = Told(opening)
-    told.loggers.log(1, STEP)
+    watched = Watched(opening)
+    watched.loggers.log(1, STEP)
     assert entered.wait(10)
-    last = told.steps_until_told()
-    told.close()
+    last = watched.steps_until_dropped()
+    watched.close()
     released.set()
-    assert told.failed == [("wandb", "a call has not returned for 0.2 s")]
-    assert told.good.steps == [1, *range(1, last + 1)]
+    assert watched.failed == [("wandb", "a call has not returned for 0.2 s")]
+    assert watched.good.steps == [1, *range(1, last + 1)]
 
 
 def test_a_close_that_blocks_or_fails_is_told() -> None:
@@ -133,11 +133,11 @@ def test_a_close_that_blocks_or_fails_is_told() -> None:
             raise OSError("disk gone")
 
     for bad, why in ((Slow, "it could not be closed within 0.2 s"), (Broken, "OSError: disk gone")):
-        told = Told(bad)
-        told.loggers.log(1, STEP)
-        told.close()
-        assert told.failed == [("wandb", why)]
-        assert (told.good.steps, told.good.closed) == ([1], True)
+        watched = Watched(bad)
+        watched.loggers.log(1, STEP)
+        watched.close()
+        assert watched.failed == [("wandb", why)]
+        assert (watched.good.steps, watched.good.closed) == ([1], True)
     released.set()
 
 
@@ -145,14 +145,14 @@ def test_more_records_than_may_wait_drop_the_logger(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("rayloop.loggers.threads.WAITING", 3)
     monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 60.0)
     released = threading.Event()
-    told = list[tuple[str, str]]()
+    failed = list[tuple[str, str]]()
     slow = WandbSettings(project="p")
-    loggers = Loggers((slow,), lambda s: Kept(lambda step: released.wait() and None), lambda *f: told.append(f))
+    loggers = Loggers((slow,), lambda s: Kept(lambda step: released.wait() and None), lambda *f: failed.append(f))
     for step in range(5):
         loggers.log(step, STEP)
     released.set()
     asyncio.run(loggers.close())
-    assert told == [("wandb", "3 records wait for it")]
+    assert failed == [("wandb", "3 records wait for it")]
 
 
 # Configuration ---------------------------------------------------------------------------------------------------------

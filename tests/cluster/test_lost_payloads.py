@@ -16,16 +16,15 @@ import torch
 from ray.exceptions import ObjectLostError
 
 from rayloop.actors.base import GROUPS
-from rayloop.actors.fates import object_lost
-from rayloop.actors.lost import fetch
+from rayloop.actors.failures import fetch, object_lost
 from rayloop.actors.policy import PolicyRank, RankSettings
 from rayloop.actors.reference import ReferenceActor
 from rayloop.actors.reward import RewardActor
 from rayloop.cluster.driver import Driver
-from rayloop.cluster.loop.payloads import capture
+from rayloop.cluster.loop.saving import capture
+from rayloop.cluster.supervision.calls import RewardCalls
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool
-from rayloop.cluster.supervision.scoring import RewardCalls
 from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import CheckpointError, WorkerLost
 from rayloop.core.groups import Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind

@@ -66,14 +66,19 @@ def test_nodes_join_leave_and_join_the_next_head(cluster: Nodes) -> None:
     assert [path.name for path in cluster.temporary.glob("rayloop-*") if (path / "lock").exists()] == []
 
 
-def test_a_program_is_asked_to_save_and_the_cluster_is_done(cluster: Nodes) -> None:
-    with_program = cluster.start("head", "--", sys.executable, "-c", SAVES)
-    worker = cluster.start("worker", "--num-cpus=1")
+def test_a_program_is_asked_to_save_while_the_head_and_a_worker_stay(cluster: Nodes) -> None:
+    leads = cluster.start("head")
+    worker = cluster.start("worker", "--num-cpus=1", "--requeue=1")
+    program = cluster.start("worker", "--num-cpus=0", "--", sys.executable, "-c", SAVES)
     head = cluster.head()
-    cluster.until(lambda: cluster.alive(head) == 2, "the worker joins")
-    cluster.until(lambda: "ready" in (cluster.folder / "head-0.log").read_text(encoding="utf-8"), "the program begins")
-    worker.send_signal(signal.SIGUSR1)  # the time limit is near: it is needed while the program saves
-    with_program.send_signal(signal.SIGUSR1)
-    assert with_program.wait(30) == 75
-    assert worker.wait(30) == 0, "the cluster is done: there is nobody to wait for"
+    cluster.until(lambda: cluster.alive(head) == 3, "the workers join")
+    cluster.until(lambda: "ready" in (cluster.folder / "worker-2.log").read_text(encoding="utf-8"), "the program begins")
+    for node in (worker, leads, program):
+        node.send_signal(signal.SIGUSR1)  # the time limit is near: they are needed while the program saves
+    assert program.wait(30) == 75
+    assert not ended(worker)
+    assert not ended(leads)
+    leads.terminate()
+    worker.terminate()
+    assert leads.wait(30) == worker.wait(30) == 0
     cluster.until(lambda: not tagged(cluster.tag), "every process ends", 10)

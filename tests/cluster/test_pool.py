@@ -18,9 +18,9 @@ from ray.exceptions import RayTaskError
 from ray.util.placement_group import remove_placement_group
 
 from rayloop.actors.base import Actor
-from rayloop.actors.fates import cause
+from rayloop.actors.failures import cause
 from rayloop.actors.handles import create, submit
-from rayloop.cluster.roles.services import reserve
+from rayloop.cluster.services import reserve
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, ResourcesUnavailable, RolesExhausted, WorkerLost, WorkerStartFailed

@@ -22,7 +22,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     (folder / "rows.jsonl").touch()
     values: dict[str, Any] = {
         "name": "run", "steps": 1, "model": {"path": str(MODEL)}, "data": {"train": str(folder / "rows.jsonl")},
-        "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}},
+        "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
     }  # fmt: skip
     return RunConfig.model_validate(values | changes)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.evidence.staleness import VirtualLoop
-from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, DataFailure, GenerationBudgetSpent, GraderBroken, Preempted
@@ -24,8 +24,8 @@ from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters.table import build_filters
-from rayloop.rollout.group_rollout import GroupRequest, GroupRollout
 from rayloop.rollout.manager import Hold, RolloutManager
+from rayloop.rollout.scheduler import GroupRequest, GroupRollout
 from rayloop.run.config import RunConfig
 from rayloop.run.rows import training_rows
 from tests.support.plain import saved_and_read
@@ -63,7 +63,11 @@ class Loop:
         self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
         self.ledger, self.reporter = Ledger(), Reporter()
         self.rollouts = RolloutManager(
-            self.config, self.ledger, training_rows(self.config, self.reporter), self.reporter, Blame(self.config.environment)
+            self.config,
+            self.ledger,
+            training_rows(self.config, self.reporter),
+            self.reporter,
+            FailureHistory(self.config.environment),
         )
         self.version = Version(1, 0)
         self.rollouts.synced(self.version)

@@ -13,7 +13,7 @@ import pytest
 
 from rayloop.cluster import session
 from rayloop.core.failures import ConfigError, Preempted, StorageFailed
-from rayloop.launch.kept_logs import LOGS
+from rayloop.launch.ray_process import LOGS
 from rayloop.run import place
 from rayloop.run.place import findable
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rayloop.actors.policy import PolicyRank
-from rayloop.cluster.roles import shared
-from rayloop.cluster.roles.shared import check_shared
+from rayloop.cluster.supervision import policy_group
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import PolicySettings
@@ -35,13 +34,13 @@ class IsNotSeen(PolicyRank):
 def test_an_output_that_a_rank_does_not_share_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: type[PolicyRank]
 ) -> None:
-    monkeypatch.setattr(shared, "SHARED", 0.2)
+    monkeypatch.setattr(policy_group, "SHARED", 0.2)
     made: list[Any] = [LocalActor(kind(None, rank, 2)) for rank, kind in enumerate((PolicyRank, second))]  # type: ignore[arg-type]
     group = PolicyGroup(PolicySettings(ranks=2), lambda rank: made[rank])
     group.ranks = made
     if second is PolicyRank:
-        asyncio.run(check_shared(group, tmp_path / "run"))
+        asyncio.run(group.check_shared(tmp_path / "run"))
     else:
         with pytest.raises(ConfigError, match=r"output: .*/run is not shared by the nodes of the policy \(.+\), which"):
-            asyncio.run(check_shared(group, tmp_path / "run"))
+            asyncio.run(group.check_shared(tmp_path / "run"))
     assert not list((tmp_path / "run").iterdir())

@@ -15,7 +15,7 @@ import pytest
 from ray.exceptions import AuthenticationError, GetTimeoutError, LocalRayletDiedError, OutOfMemoryError, RayActorError
 
 from rayloop.cluster.stages import train
-from rayloop.cluster.stages.head_watch import HeadGone, HeadWatch
+from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch
 from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError, StorageFailed, WorkerLost
 from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig
@@ -221,7 +221,7 @@ def test_an_end_before_ray_starts_is_typed_and_an_event(
 def test_an_end_by_a_signal_is_an_event(tmp_path: Path, code: int, says: str) -> None:
     folder = RunFolder(tmp_path, "run")
     folder.path.mkdir()
-    with pytest.raises(SystemExit), train._told(folder, Origin.of(folder.checkpoints, "auto")):
+    with pytest.raises(SystemExit), train._recorded(folder, Origin.of(folder.checkpoints, "auto")):
         raise SystemExit(code)
     [record] = list(folder.events)
     assert (record["event"], record["error"]) == ("failed", "NotSaved")

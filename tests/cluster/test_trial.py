@@ -75,7 +75,7 @@ class Unclosable(Echo):
 def try_it(tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]) -> Try:
     def run(*options: str, **changes: Any) -> tuple[int, str]:
         usual = {
-            "reward__source": {"use": "rayloop.recipes.digits.reward:SortReward"},
+            "reward__source": {"use": "rayloop.recipes.digits.data:SortReward"},
             "environment__episode": {"environment": {"use": "rayloop.envs.single_turn:SingleTurn"}},
         }
         changes = usual | changes
@@ -155,7 +155,7 @@ def test_an_environment_of_two_turns_is_shown_turn_by_turn(try_it: Try) -> None:
 def test_an_environment_that_cannot_be_closed_is_named_before_the_model_is_loaded(try_it: Try) -> None:
     code, text = try_it(environment__episode={"environment": {"use": f"{__name__}:Unclosable"}})
     assert code == 1, text
-    assert "close() raised when no reset had come before it" in text
+    assert "close() raised on an environment that was made and not reset" in text
     assert "AttributeError: no server" in text
     assert text.count("Traceback") <= 1
     assert "loaded in" not in text

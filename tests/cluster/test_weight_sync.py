@@ -24,9 +24,9 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool
-from rayloop.cluster.supervision.quarantine import Blame
 from rayloop.core.failures import DataFailure, LogprobMismatch, WeightSyncError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
@@ -76,7 +76,7 @@ class Stage:
             weights=str(folder / "weights"),
         )
         self.weight_sync = WeightSync(c, self.services, self.reporter)
-        rollouts = RolloutManager(c, Ledger(), training_rows(c, self.reporter), self.reporter, Blame(c.environment))
+        rollouts = RolloutManager(c, Ledger(), training_rows(c, self.reporter), self.reporter, FailureHistory(c.environment))
         self.tasks = rollouts.scheduler.probe_tasks()
         self.player = EpisodeRunner(c, self.services, None, self.reporter.event, rollouts.quarantine)
 
@@ -294,7 +294,7 @@ SABOTAGE = {OwnHead: "embedding", StaleLanguage: "language", StaleVision: "visio
 
 @pytest.mark.parametrize(("rollout", "part"), SABOTAGE.items())
 def test_a_part_that_stays_stale_is_named(rollout: type[RolloutActor], part: str, tmp_path: Path, picture_model: Path) -> None:
-    with pytest.raises(WeightSyncError, match=f"publishing changed {part} weights .* this part did not arrive"):
+    with pytest.raises(WeightSyncError, match=f"syncing changed {part} weights .* this part did not arrive"):
         act(configuration(tmp_path, picture_model), rollout=rollout)
 
 
@@ -376,4 +376,4 @@ def test_episodes_that_cannot_be_played_tell_nothing_and_end_nothing(tmp_path: P
     assert stage.found is None
     assert [event["purpose"] for event in stage.events("probe_failed")] == ["drift"] * 3
     assert len(stage.events("drift_unknown")) == 1
-    assert stage.player.blame._groups == {}
+    assert stage.player.history._groups == {}

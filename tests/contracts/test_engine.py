@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from rayloop.actors.fates import cause
+from rayloop.actors.failures import cause
 from rayloop.actors.images import ImageCache
 from rayloop.actors.rollout import RolloutActor
 from rayloop.config.settings import Component, check_components

@@ -26,7 +26,7 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.threads import hanging, in_thread
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.instance import Instance
-from rayloop.envs.kinds import Environments
+from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind
 from tests.envs.programs import needs
 from tests.support.environments import ThreadBound
@@ -489,7 +489,7 @@ def test_it_is_free_of_torch_and_ray() -> None:
 ACTOR = """
 import asyncio, sys
 from rayloop.core.types import Task
-from rayloop.envs.kinds import Environments
+from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind
 
 async def run():

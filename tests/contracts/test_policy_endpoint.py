@@ -17,10 +17,10 @@ from PIL import Image
 
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.settings import ModelSettings
+from rayloop.serve_apps.policy.app import web
 from rayloop.serve_apps.policy.engines import Engines
-from rayloop.serve_apps.policy.http import web
 from rayloop.serve_apps.policy.service import PolicyService
-from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
+from rayloop.serve_apps.settings import PolicyEndpointSettings
 from tests.contracts.test_engine import Hosted, Served, close
 
 pytestmark = pytest.mark.timeout(300)

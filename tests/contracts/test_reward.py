@@ -21,8 +21,7 @@ from rayloop.config.settings import Component, SettingsModel, check_components, 
 from rayloop.core.groups import Outcome, Scored, Unscored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
-from rayloop.rewards.functions import Per, around, as_source
-from rayloop.rewards.outcomes import as_outcome, as_outcomes
+from rayloop.rewards.functions import Per, around, as_outcome, as_outcomes, as_source
 from rayloop.rewards.settings import ROLES, RewardSettings
 from tests.support.judge_stub import JudgeStub, serving
 from tests.support.pages import write_snippets
@@ -141,7 +140,7 @@ CASES = [
     Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options=ORIGINAL),
     Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options={"variant": "library"}),
     Case("rayloop.recipes.arpo.reward:ArpoReward", 1.0, 0.25, options=ORIGINAL),
-    Case("rayloop.recipes.digits.reward:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
+    Case("rayloop.recipes.digits.data:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
     Case("rayloop.rewards.environment_result:EnvironmentResult", 1.0, 0.25),
     Case("rayloop.judge.reward:JudgeReward", "<answer>red</answer>", "<answer>tan</answer>", "red", options={"rules_first": False}),
     *(Case(f"{HERE}:{name}{later}") for name in ("own", "trl", "verl") for later in ("", "_later")),

@@ -316,7 +316,7 @@ CASES = [
         counts={},
         events={"episode_failed": 12, "probe_failed": 4},
         tries=2,
-        why="none of 4 tasks could be played for the log-prob check probe: reset rais",
+        why="none of 4 tasks could be played for the logprob_check probe: reset rais",
         step=0,
     ),
     case(
@@ -337,7 +337,7 @@ CASES = [
         events={"episode_failed": 4, "probe_failed": 4},
         quarantined=("train-0", "train-1", "train-2", "train-3"),
         tries=1,
-        why="none of 4 tasks could be played for the log-prob check probe: cannot ide",
+        why="none of 4 tasks could be played for the logprob_check probe: cannot ide",
         step=0,
     ),
     case(
@@ -843,6 +843,7 @@ CASES = [
         "the node of all",
         once("score", "node lost"),
         events={"worker_lost": 2, "worker_replaced": 6, "node_lost": 1, "policy_lost": 1, "policy_rebuilt": 1, "weights_lost": 2},
+        recovery__health_every=30.0,  # no check of idle actors comes before the head knows of the node
     ),
     case(
         "a node is avoided",

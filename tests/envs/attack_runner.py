@@ -101,9 +101,9 @@ def _run(level: Level, who: str, names: list[str]) -> dict[str, str | None]:
 
 
 def _fonts() -> str | None:
-    from rayloop.sandbox import fonts
+    from rayloop.sandbox.host import fonts_folder
 
-    found = fonts.folder()
+    found = fonts_folder()
     return found if found and not found.startswith("/root/") else None
 
 

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from rayloop.core.types import Message, Task
-from rayloop.envs.kinds import Environments
+from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind
 from rayloop.launch.ray_variables import SUBREAPER
 from tests.envs.pages import CLICK, SETTINGS, button, write

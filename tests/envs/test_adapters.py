@@ -21,7 +21,7 @@ from rayloop.envs.adapters.gymnasium import Gymnasium, GymSettings
 from rayloop.envs.adapters.mcp import McpTools
 from rayloop.envs.adapters.openenv import OpenEnv, OpenEnvSettings
 from rayloop.envs.adapters.packages import picture
-from rayloop.envs.toolkit import schemas
+from rayloop.envs.tools import schemas
 from tests.support.openenv_server import counting
 from tests.support.runs import eventually
 

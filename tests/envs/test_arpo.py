@@ -17,7 +17,7 @@ from benchmarks.makers.browser_clicks import TURNS, WARM_PAGES, demonstrated, re
 from benchmarks.makers.random_clicks import ARM, play
 from rayloop.envs.grammar.actions import Actions
 from rayloop.envs.grammar.scanner import read
-from rayloop.recipes.arpo.pages import PAGES, rows
+from rayloop.recipes.arpo.prepare import PAGES, rows
 from rayloop.run.folder import RunFolder
 from tests.support.runs import ledger_closes
 

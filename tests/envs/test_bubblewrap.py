@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.sandbox import bubblewrap, uids
+from rayloop.sandbox import bubblewrap
 
 pytestmark = pytest.mark.env
 
@@ -34,7 +34,7 @@ print(json.dumps({
 
 
 def test_a_program_sees_the_system_and_what_it_was_given_and_is_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    user = uids.free_user() if os.geteuid() == 0 else None
+    user = bubblewrap.free_user() if os.geteuid() == 0 else None
     number = user.number if user else None
     if refused := bubblewrap.refused(number):
         pytest.skip(f"bubblewrap does not work here: {refused}")
@@ -80,10 +80,10 @@ def test_root_must_name_a_user_and_another_user_cannot(monkeypatch: pytest.Monke
 
 
 def test_a_claimed_user_is_free_again_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uids, "USERS", range(61200, 61202))
-    first, second = uids.free_user(), uids.free_user()
+    monkeypatch.setattr(bubblewrap, "USERS", range(61200, 61202))
+    first, second = bubblewrap.free_user(), bubblewrap.free_user()
     assert {first.number, second.number} == {61200, 61201}
-    with pytest.raises(uids.NoUser):
-        uids.free_user()
+    with pytest.raises(bubblewrap.NoUser):
+        bubblewrap.free_user()
     first.close()
-    assert uids.free_user().number == first.number
+    assert bubblewrap.free_user().number == first.number

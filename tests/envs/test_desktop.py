@@ -28,7 +28,7 @@ from rayloop.envs.desktop.session import Desktop, DesktopLost, missing
 from rayloop.envs.desktop.settings import DesktopLimits
 from rayloop.envs.desktop.tasks import SHIPPED, task_file
 from rayloop.envs.grammar.actions import Actions, Click, Hotkey, Point
-from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.grammar.writer import write
 from tests.envs.desktop_solutions import SOLUTIONS, key, typed
 from tests.support.runs import eventually

@@ -4,7 +4,7 @@
     python -m tests.nodes.soak --tables FILE       # of such a file, for docs/reliability.md
 
 A head and two nodes of this machine, each with a raylet of its own: one with policy and engine, one with environment and
-reward; when one is lost, another joins. Of ten faults three take a node with everything on it, the others a process. Told of
+reward; when one is lost, another joins. Of ten faults three take a node with everything on it, the others a process. Reported of
 each run: steps, how it ended, tasks in quarantine, seconds from each fault to the next trained step. What is aimed at: 0.80 of
 the undisturbed steps, no end by itself, code 75 with the step on disk, no task in quarantine.
 """
@@ -90,7 +90,7 @@ def configuration(folder: Path, model: Path) -> dict[str, Any]:
 def measured(folder: Path, minutes: float, every: float, disturbed: bool) -> dict[str, Any]:
     """One run from its first step on, for so many minutes, and then SIGTERM."""
     folder.mkdir()
-    told: list[dict[str, Any]] = []
+    injected: list[dict[str, Any]] = []
     with cluster() as nodes:
         stage = Stage(nodes)
         stage.join("heavy")
@@ -107,7 +107,7 @@ def measured(folder: Path, minutes: float, every: float, disturbed: bool) -> dic
                 if made.process.poll() is not None:
                     break
                 fault(stage)
-                told.append({"fault": name, "at_s": round(at), "time": time.time()})
+                injected.append({"fault": name, "at_s": round(at), "time": time.time()})
             _sleep(made, began + minutes * 60)
             seconds = time.monotonic() - began
             ended = made.process.poll() is not None
@@ -116,7 +116,7 @@ def measured(folder: Path, minutes: float, every: float, disturbed: bool) -> dic
             code = made.wait(300)
             if ended:
                 print(made.text[-6000:], flush=True)
-            return {"disturbed": disturbed, "seconds": round(seconds, 1), **_summary(made, code, ended, told)}
+            return {"disturbed": disturbed, "seconds": round(seconds, 1), **_summary(made, code, ended, injected)}
 
 
 def _sleep(made: Run, until: float) -> None:
@@ -124,10 +124,10 @@ def _sleep(made: Run, until: float) -> None:
         time.sleep(0.5)
 
 
-def _summary(made: Run, code: int, ended: bool, told: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(made: Run, code: int, ended: bool, injected: list[dict[str, Any]]) -> dict[str, Any]:
     steps = [record["step"] for record in made.metrics]
     trained = [event["time"] for event in made.named("trained")]
-    for fault in told:
+    for fault in injected:
         after = [moment for moment in trained if moment > fault["time"] + 1]
         fault["next_step_s"] = round(after[0] - fault.pop("time"), 1) if after else None
     last = max(steps, default=0)
@@ -139,7 +139,7 @@ def _summary(made: Run, code: int, ended: bool, told: list[dict[str, Any]]) -> d
         "false_75": code == 75 and not on_disk,
         "quarantined": len(made.records("quarantine")),
         "events": {name: len(made.named(name)) for name in ("worker_lost", "node_lost", "policy_lost", "driver_lost")},
-        "faults": told,
+        "faults": injected,
     }
 
 

@@ -15,7 +15,7 @@ import ray
 
 from rayloop.actors.base import Actor
 from rayloop.actors.handles import create
-from rayloop.cluster.roles.services import Services, reserve
+from rayloop.cluster.services import Services, reserve
 from rayloop.cluster.supervision.nodes import FAILURES
 from rayloop.core.events import Event
 from rayloop.run.config import RunConfig

@@ -27,14 +27,14 @@ CARRIES = {
     "environment + reward": ("environment", "reward"),
     "all four": ("rollout", "policy", "environment", "reward"),
 }
-IN_METHOD = {"training": "train", "publication": "export", "checkpoint": "save"}
+IN_METHOD = {"training": "train", "weight sync": "export", "checkpoint": "save"}
 """What the policy's rank does in a phase."""
 PHASES = ("generation", *IN_METHOD, "evaluation")
 SAMPLE = {
-    "policy + engine": ("generation", "publication", "checkpoint"),
+    "policy + engine": ("generation", "weight sync", "checkpoint"),
     "environment + reward": ("training", "evaluation"),
     "all four": ("generation", "training", "checkpoint"),
-    "engine": ("generation", "publication"),
+    "engine": ("generation", "weight sync"),
     "policy": ("training", "evaluation"),
 }
 """What fits into a lane of minutes; the whole matrix is measured when it is to be written."""

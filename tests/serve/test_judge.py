@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, VerdictKind
-from rayloop.judge.breaker import BreakerState
 from rayloop.judge.client import JudgeClient
+from rayloop.judge.health import BreakerState
 from tests.support.judges import ModelStub, Served
 from tests.support.runs import ROOT, tagged
 
@@ -217,7 +217,7 @@ with private_cluster() as folder:
 
     from rayloop.cluster.stages.serving import end, free_port, room
     from rayloop.core.failures import ConfigError
-    from rayloop.serve_apps.judge.settings import ApplicationSettings, HttpOptions
+    from rayloop.serve_apps.settings import HttpOptions
 
     @serve.deployment(ray_actor_options={"num_cpus": 0.1})
     class Other:
@@ -225,13 +225,13 @@ with private_cluster() as folder:
             return ""
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-    judge, port = ApplicationSettings(), free_port("127.0.0.1")
-    print(">", room(judge, HttpOptions()))
+    port = free_port("127.0.0.1")
+    print(">", room("judge", HttpOptions()))
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    print(">", room(judge, HttpOptions(port=port)) == room(judge, HttpOptions(port=0)) == port)
+    print(">", room("judge", HttpOptions(port=port)) == room("judge", HttpOptions(port=0)) == port)
     for options in (HttpOptions(port=port % 60000 + 1), HttpOptions(host="0.0.0.0", port=port)):
         try:
-            room(judge, options)
+            room("judge", options)
         except ConfigError as error:
             print(">", "cannot answer at" in str(error), f"port={port}" in str(error))
     serve.run(Other.bind(), name="other", route_prefix="/other")
@@ -239,7 +239,7 @@ with private_cluster() as folder:
     end("judge", started=True)
     print(">", sorted(serve.status().applications))
     end("other", started=True)
-    print(">", room(judge, HttpOptions()))
+    print(">", room("judge", HttpOptions()))
     ray.shutdown()
 """
 

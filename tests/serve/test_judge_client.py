@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict, Result
-from rayloop.judge.breaker import BreakerState
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.discovery import Address, FileDiscovery, announce, withdraw
+from rayloop.judge.health import BreakerState
 from rayloop.judge.transport import LONGEST_WAIT, retry_after
 from tests.support.judge_stub import JudgeStub, Reply, body, content, reset, results, serving, slow, status, verdict
 
@@ -332,7 +332,7 @@ def test_a_file_system_in_trouble_is_waited_for(stub: JudgeStub, tmp_path: Path,
 
 
 def test_an_announced_key_lies_beside_the_announcement_or_is_named(stub: JudgeStub, tmp_path: Path) -> None:
-    """Else whoever writes judge.json is sent any file that looks like a key."""
+    """Otherwise an account that writes judge.json receives any file that looks like a key."""
     secret, entry = tmp_path / "token", tmp_path / "shared" / "judge.json"
     secret.write_text("hf_SECRET", encoding="utf-8")
     secret.chmod(0o600)
@@ -389,7 +389,7 @@ def test_the_breaker_opens_and_the_canary_closes_it(stub: JudgeStub, caplog: pyt
     sent, result = using(stub.url, use, breaker_failures=3)
     assert sent == 3
     assert isinstance(result, JudgeVerdict)
-    opened, closed = (record.getMessage() for record in caplog.records if record.name == "rayloop.judge.breaker")
+    opened, closed = (record.getMessage() for record in caplog.records if record.name == "rayloop.judge.health")
     assert f"until its canary is judged right: {stub.url}/v1/judge: HTTP 503" in opened
     assert closed == "the judge is well again"
 

@@ -26,9 +26,8 @@ from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
 from rayloop.judge.calibrate import DriftWatch, Gate, calibrate, drift_subset, failures, score
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.grader import Grader
-from rayloop.judge.labelled import calibration
 from rayloop.judge.reward import JudgeReward
-from rayloop.judge.rubric import FOLDER, load_rubrics
+from rayloop.judge.rubric import FOLDER, calibration, load_rubrics
 from rayloop.rewards.settings import RewardSettings
 from tests.support.judge_stub import JudgeStub, body, results, serving, slow, status, verdict
 
@@ -163,7 +162,7 @@ def test_a_judge_that_is_gone_ends_the_run(policy: str) -> None:
 
 def test_a_request_that_the_judge_refuses_ends_the_run_and_is_no_reward(stub: JudgeStub) -> None:
     stub.always = status(422)
-    with pytest.raises(RewardLost, match=r"HTTP 422.*told to fail"):
+    with pytest.raises(RewardLost, match=r"HTTP 422.*asked to fail"):
         rewards(stub.url, "crimson")
 
 

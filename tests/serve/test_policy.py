@@ -122,11 +122,11 @@ def test_several_turns_with_pictures_are_a_trajectory_that_the_trainer_agrees_wi
     assert answers[0]["prompt_token_ids"] == list(first.token_ids), "the tokens of an episode"
 
     with served.http() as http:
-        told = http.get(f"/traces/{answers[-1]['id']}/0").json()
-    sampling = Sampling(**{k: tuple(v) if isinstance(v, list) else v for k, v in told.pop("sampling").items()})
-    trace = Trace.from_json(told)
+        answer = http.get(f"/traces/{answers[-1]['id']}/0").json()
+    sampling = Sampling(**{k: tuple(v) if isinstance(v, list) else v for k, v in answer.pop("sampling").items()})
+    trace = Trace.from_json(answer)
     assert trace.token_ids == branches(answers)[0].token_ids
-    made = trace.trajectory(TrajectoryId(0, 0), "foreign", sampling, image_token=told["image_token"])
+    made = trace.trajectory(TrajectoryId(0, 0), "foreign", sampling, image_token=answer["image_token"])
     flat = made.flatten()
     with engine(picture_model) as trainer:
         (theirs,) = trainer.logprobs([made])
@@ -150,9 +150,9 @@ def test_metrics_are_prometheus_text_behind_the_key(served: Endpoint, client: Op
     place = served.url.removesuffix("/v1") + "/metrics"
     assert httpx.get(place, trust_env=False).status_code == 401
     with served.http() as http:
-        told = http.get(place).text
-    assert 'policy_requests_total{outcome="ok",route="chat",run="run"}' in told
-    assert 'policy_engines{run="run"} 1.0' in told
+        answer = http.get(place).text
+    assert 'policy_requests_total{outcome="ok",route="chat",run="run"}' in answer
+    assert 'policy_engines{run="run"} 1.0' in answer
 
 
 def test_what_is_refused_has_openais_form(served: Endpoint, client: OpenAI) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.loop.loggers import open_logger
-from rayloop.cluster.roles.services import TrainingServices
+from rayloop.cluster.services import TrainingServices
 from rayloop.run.checkpoint import NOTHING, Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter

@@ -18,7 +18,7 @@ from pathlib import Path
 from urllib.error import HTTPError
 
 from rayloop.core.files import new_secret
-from rayloop.launch.ports import block
+from rayloop.launch.network import block
 from rayloop.launch.ray_variables import node_settings
 from tests.support.runs import ROOT, TAG, eventually, tagged
 

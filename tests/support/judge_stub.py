@@ -36,7 +36,7 @@ async def body(send: Send, status: int, content: bytes, headers: Mapping[str, st
 
 def status(code: int, **headers: str) -> Reply:
     async def reply(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Send) -> None:
-        await body(send, code, b'{"detail": "told to fail"}', {k.replace("_", "-"): v for k, v in headers.items()})
+        await body(send, code, b'{"detail": "asked to fail"}', {k.replace("_", "-"): v for k, v in headers.items()})
 
     return reply
 

@@ -34,7 +34,6 @@ from rayloop.core.types import (
     Turn,
     Version,
 )
-from rayloop.engines.computing import Computing
 from rayloop.run.config import RunConfig
 from tests.support import supervision_adapter as adapter
 from tests.support.runs import settings
@@ -210,9 +209,6 @@ class Actor:
     def do_stacks(self) -> str:
         return "stacks"
 
-    def do_measure(self, hosts: Sequence[str]) -> Computing:
-        return Computing(1, "")
-
     # Environments --------------------------------------------------------------------------------------------------
 
     async def do_play(self, requests: Sequence[RolloutRequest], lease: Any, driver: Any) -> Any:
@@ -222,7 +218,7 @@ class Actor:
 
     async def _episode(self, request: RolloutRequest, lease: Any, driver: Any) -> tuple[Any, Any]:
         self.cluster.episodes.append(Episode(request.task.id, request.id.sample, request.attempt, self.slot, lease.slot))
-        engine = adapter.engine(request, lease, driver, self.cluster.config.environment.episode.request_timeout)
+        engine = adapter.engine(request, lease, driver, 100.0)
         try:
             await self.cluster.befall("episode", self, request)
             done = await engine.generate(TokenPrompt((1, 2, 3), seed=request.seed), request.sampling)
@@ -452,7 +448,7 @@ def simulate(
 ) -> Ended:  # fmt: skip
     """Run the driver to its end. Raises AssertionError when that takes more than three simulated days."""
     values = {**SMALL, **changes}
-    config = RunConfig.model_validate(settings(folder, folder, **values))
+    config = RunConfig.model_validate(settings(folder, folder, **adapter.configured(values, patch)))
     (folder / "run" / "logs").mkdir(parents=True, exist_ok=True)
     cluster = Cluster(config, faults, nodes, homes or {})
 

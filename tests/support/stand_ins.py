@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import ActorDiedError
 
 from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import Pool
-from rayloop.cluster.supervision.quarantine import Blame
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
 from rayloop.core.failures import Cause, DataFailure, Failure, Scope
@@ -126,8 +126,8 @@ class World:
         self.version = Version(1, 0)
         self.ledger = Ledger()
         reporter: Any = SimpleNamespace(event=self._emit, bad_row=self.bad.append)
-        self.blame = Blame(self.config.environment)
-        self.rollouts = RolloutManager(self.config, self.ledger, training_rows(self.config, reporter), reporter, self.blame)
+        self.history = FailureHistory(self.config.environment)
+        self.rollouts = RolloutManager(self.config, self.ledger, training_rows(self.config, reporter), reporter, self.history)
         self.spawned: list[Handle] = []
         self.environment = self._pool("environment", self.config.environment.actors)
 
@@ -174,7 +174,7 @@ class World:
         for pool in (self.environment, rollout, reward):
             await pool.start()
         services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward)
-        return EpisodeRunner(self.config, services, None, self._emit, self.rollouts.quarantine, self.blame)
+        return EpisodeRunner(self.config, services, None, self._emit, self.rollouts.quarantine, self.history)
 
     async def _run(self, steps: int) -> None:
         player = await self.player()

@@ -12,8 +12,9 @@ import pytest
 from rayloop.actors.environment import _failed
 from rayloop.actors.images import SentImages
 from rayloop.actors.lease import LeasedEngine
+from rayloop.cluster import services
 from rayloop.cluster.driver import Driver
-from rayloop.cluster.roles import services
+from rayloop.cluster.loop import weight_sync
 from rayloop.cluster.supervision import watchdog
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core import deadlines, failures
@@ -21,6 +22,7 @@ from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
 from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
+from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.reporter import Reporter
 
 CAUSES: Mapping[str, Callable[[], Exception]] = MappingProxyType(
@@ -44,6 +46,21 @@ CAUSES: Mapping[str, Callable[[], Exception]] = MappingProxyType(
     }
 )
 """What code of ours raises in an actor."""
+KEYS = {"publish__timeout": "weight_sync__timeout", "environment__episodes_per_call": "environment__episodes_at_once"}
+DERIVED = {"policy_restarts": 6, "health_every": 5.0, "stall_report": 30.0}
+"""Of ``recovery``, with the values that the cases leave out."""
+
+
+def configured(values: Mapping[str, Any], patch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The keys that a case names, in the words of today's configuration; of some, what is derived or constant today is set."""
+    given = {KEYS.get(name, name): value for name, value in values.items()}
+    for name, default in DERIVED.items():
+        patch.setattr(RecoverySettings, name, given.pop(f"recovery__{name}", default))
+    patch.setattr(weight_sync, "PROBES", 1)
+    given.pop("environment__episode__request_timeout", None)
+    if given.pop("reference__kind", None) == "actor":  # follows from a KL term without an adapter
+        given["policy__loss__kl_coef"] = 0.1
+    return given
 
 
 def unscored(kind: str, reason: str) -> Unscored:
@@ -69,7 +86,7 @@ def engine(request: RolloutRequest, lease: Any, driver: Any, timeout: float) -> 
 def driver(config: RunConfig, folder: Path, handle: Any, clock: Callable[[], float], patch: pytest.MonkeyPatch) -> Any:
     """The driver of a run in ``folder``; environment actors ask ``handle`` for another engine."""
     for module in (deadlines, watchdog):
-        patch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+        patch.setattr(module, "time", SimpleNamespace(monotonic=clock, perf_counter=clock))
     reporter = Reporter(config, folder, lambda *_: SimpleNamespace(log=lambda *_: None, close=lambda: None))
     actors = services.TrainingServices(config, str(folder), reporter.event)
     return Driver(config, actors, reporter, Origin.of(folder / "checkpoints", "auto"), handle, {"data.train": "0"})

@@ -42,6 +42,7 @@ LIGHT = [
         "rayloop.cli",
     ),
 ]
+LIGHT.remove("rayloop.recipes.one_file")  # all of GRPO in one process
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -27,7 +27,7 @@ QUICKSTART = ROOT / "recipes/digits/quickstart.yaml"
 
 RUN: dict[str, Any] = {
     "name": "mine", "steps": 1, "model": {"path": "nowhere"}, "data": {"train": "nowhere.jsonl"}, "output": "out",
-    "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}},
+    "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
 }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
         "vllm.model_executor.layers.utils",
         "vllm.model_executor.layers.vocab_parallel_embedding",
     },
-    "rayloop/engines/linear.py": {"_linear_pointwise"},
+    "recipes/one_file.py": {"_foreach_mul_"},
     "rayloop/engines/training/optimizer.py": {"_foreach_mul_"},
     "rayloop/envs/desktop/inside/driver.py": {"_exit"},  # of os; documented
     "rayloop/envs/desktop/inside/keyboard.py": {"_update_keymap"},  # of python-xlib, whose public way wants an event

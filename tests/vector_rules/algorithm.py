@@ -99,7 +99,7 @@ def ranking(entry: Entry, file: Sequence[Entry]) -> list[int]:
         else:
             groups.append(Group(len(groups), Task("t", ()), (member,), std=stds[index]))
     selection = select(groups, target, FilteringSettings())
-    order = sorted(selection.train, key=lambda group: (-group.std, group.position))
+    order = sorted(selection.train, key=lambda group: (-group.std, group.number))
     chosen = [member.summary.id.sample for group in order for member in group.kept]
     distinct = len(set(entry.expected)) == len(entry.expected) and set(entry.expected) <= set(stds)
     if distinct and [stds[i] for i in entry.expected] == [stds[i] for i in chosen]:

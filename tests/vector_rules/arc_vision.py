@@ -12,8 +12,8 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.recipes.arc_vision.original import Simulated
 from rayloop.recipes.arc_vision.reward import ArcVisionReward
-from rayloop.recipes.arc_vision.simulated import Simulated
 from tests.vector_rules.entries import Entry, Rule, Unknown
 
 TRAINED = ArcVisionReward.Settings(variant="original")

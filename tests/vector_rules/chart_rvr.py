@@ -15,8 +15,8 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.recipes.chart_rvr.rewards.original import exact_match, process_text, relaxed_accuracy, table_style_rewards
+from rayloop.recipes.chart_rvr.rewards.reading import PUBLISHED
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
-from rayloop.recipes.chart_rvr.rewards.sample import PUBLISHED
 from tests.vector_rules.entries import Entry, Rule, Unknown
 
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)

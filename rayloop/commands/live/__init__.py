@@ -1,1 +1,1 @@
-"""Words about a run that goes on: ``status``, ``logs``, ``stacks``, ``stop``. Each needs the run's folder and nothing else."""
+"""Commands for a live run: ``status``, ``logs``, ``stacks``, ``stop``. Each needs the folder of the run and nothing else."""

@@ -1,4 +1,4 @@
-"""``logs``: what the actors of a run have printed; of a run that has ended, what its folder keeps of that."""
+"""``logs``: the output of the actors of a run; of a run that has ended, the files that its folder keeps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rayloop.view.words import visible
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``logs``."""
     parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
     parser.add_argument("--role", help="only these actors: driver, rollout, environment, reward, reference or policy")
     parser.add_argument("--lines", type=int, default=40, metavar="N", help="last lines of each file (40)")
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the last lines of each actor. Returns 0; raises ConfigError."""
     if arguments.lines < 1:
         raise ConfigError(f"--lines {arguments.lines}: expected 1 or more")
     folder = RunFolder.at(arguments.run_folder.resolve())
@@ -36,11 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _kept(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str, str]]:
-    """Files of a run that has ended. Raises ConfigError when there are none, or a role is asked for: they do not tell it."""
+    """Files of a run that has ended. Raises ConfigError when there are none, or for a role, which their names do not have."""
     files = sorted(path for path in folder.logs.glob("**/*") if path.is_file())
     if role is not None or not files:
-        told = "and its folder keeps no logs" if not files else "and the names of its files tell no roles: leave out --role"
-        raise ConfigError(f"{folder.path} is no live run, {told}")
+        why = "the names of its files have no roles: leave out --role" if files else "its folder keeps no logs"
+        raise ConfigError(f"{folder.path} is no live run, and {why}")
     for path in files:
         text = path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)[-lines:]
         yield str(path.relative_to(folder.path)), "".join(text)

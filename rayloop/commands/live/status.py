@@ -1,4 +1,4 @@
-"""``status``: how a run does, from its folder: step, progress, checkpoint, and what of each role serves and is lost."""
+"""``status``: step, progress, checkpoint and the workers of each role, from the folder of a run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from rayloop.view.reader import configuration, open_run
 from rayloop.view.vitals import Vitals
 from rayloop.view.words import describe, span, visible
 
+KEYS = ("in_service", "wanted", "lost", "budget_left")
 COLUMNS = ("role", "in service", "wanted", "lost", "may be lost this hour")
+ROW = "{:<13}{:<12}{:<8}{:<6}{}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``status``."""
     parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
     parser.add_argument("--json", action="store_true", help="the same as one JSON object, for programs")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Print the status. Returns 0; raises ConfigError when the folder holds no run."""
     folder = open_run(arguments.run_folder)
     found = status(folder, time.time())
-    print(json.dumps(found) if arguments.json else visible(told(found)))
+    print(json.dumps(found) if arguments.json else visible(text(found)))
     return 0
 
 
@@ -36,10 +40,7 @@ def status(folder: RunFolder, now: float) -> dict[str, Any]:
     vitals.update()
     holder = folder.lock.holder()
     metrics = {key.removeprefix("recovery/"): value for key, value in vitals.metrics(now).items()}
-    roles = {
-        name: {key: int(metrics[f"{key}/{name}"]) for key in ("in_service", "wanted", "lost", "budget_left")}
-        for name in vitals.roles
-    }
+    roles = {name: {key: int(metrics[f"{key}/{name}"]) for key in KEYS} for name in vitals.roles}
     return {
         "run": str(folder.path),
         "process": None if holder is None else str(holder),
@@ -54,8 +55,8 @@ def status(folder: RunFolder, now: float) -> dict[str, Any]:
     }
 
 
-def told(found: dict[str, Any]) -> str:
-    """The same for a person."""
+def text(found: dict[str, Any]) -> str:
+    """The status for a person."""
     lines = [
         f"{found['run']}: {_state(found)}",
         f"step {found['step']} of {found['steps']}{_ago(found, 'progress_age', 'last progress')}",
@@ -65,15 +66,8 @@ def told(found: dict[str, Any]) -> str:
     else:
         lines.append(f"checkpoint of step {found['checkpoint_step']}{_ago(found, 'checkpoint_age', 'saved')}")
     if found["roles"]:
-        rows = [
-            [name, *(str(role[key]) for key in ("in_service", "wanted", "lost", "budget_left"))]
-            for name, role in found["roles"].items()
-        ]
-        widths = [max(len(row[i]) for row in (COLUMNS, *rows)) for i in range(len(COLUMNS))]
-        lines += [
-            "",
-            *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (COLUMNS, *rows)),
-        ]
+        rows = [COLUMNS, *((name, *(role[key] for key in KEYS)) for name, role in found["roles"].items())]
+        lines += ["", *(ROW.format(*row) for row in rows)]
         lines.append(f"the driver may be restarted {found['driver_restarts_left']} times more in this hour")
     if found["incidents"]:
         lines += ["", "last incidents", *(f"{span(i['ago'])} ago: {_brief(i)}" for i in found["incidents"])]
@@ -84,7 +78,7 @@ def _state(found: dict[str, Any]) -> str:
     if found["process"] is not None:
         return f"{found['process']} runs it{_ago(found, 'lock_age', 'last sign of life')}"
     if found["end"] is None:
-        return "nobody runs it, and it did not tell why: its process was killed, or its host. Start it again: it continues"
+        return "nobody runs it, and it recorded no end: its process was killed, or its host. Start it again: it continues"
     why = found["end"].get("why")
     return f"ended: {found['end']['event']}{f', {why}' if why else ''}"
 

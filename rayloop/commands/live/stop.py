@@ -24,6 +24,7 @@ POLL = 0.5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``stop``."""
     parser.add_argument("run_folders", type=Path, nargs="+", metavar="RUN_DIR", help="folders of live runs, <output>/<name>")
     parser.add_argument(
         "--within", type=float, default=180.0, metavar="SECONDS",
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.here and (holder is None or holder.host != socket.gethostname()):
             continue
         if holder is None:
-            raise ConfigError(f"{path}: nobody runs it. `python -m rayloop status {path}` says how it ended")
+            raise ConfigError(f"{path}: no process runs it. `python -m rayloop status {path}` says how it ended")
         asked.append((folder, holder, time.time() - 1.0))  # records have rounded times
         _ask(folder, holder)
         print(f"{path}: asked {holder} to save and end; waiting for up to {span(arguments.within)}", flush=True)
@@ -79,7 +80,7 @@ def _waited(folder: RunFolder, holder: Holder, since: float, deadline: float) ->
         time.sleep(POLL)
     ends = [record for record in folder.events if record["event"] in ENDS and record["time"] >= since]
     if not ends:
-        print(f"rayloop: {folder.path}: it ended without a word; what is saved is in its checkpoints", file=sys.stderr)
+        print(f"rayloop: {folder.path}: it recorded no end; what is saved is in its checkpoints", file=sys.stderr)
         return 1
     print(visible(f"{folder.path}: {describe(ends[-1])}"))
     return int(ends[-1]["event"] == "failed")

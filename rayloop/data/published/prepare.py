@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import binascii
+import hashlib
+import io
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.files import write_whole
 from rayloop.core.types import derive
-from rayloop.data.published.column_map import ColumnMap, mapped
-from rayloop.data.published.images import Pictures, fractions
-from rayloop.data.published.source import entries, folder, present
-from rayloop.data.published.splits import in_order, sizes, stratified
+from rayloop.data.dataset import image_entry
+from rayloop.data.images import FORMATS, probe
+from rayloop.data.images import read as read_image
+from rayloop.data.published.source import ColumnMap, NewSplit, entries, folder, mapped, present
 
 SHOWN = 5
 """Rows left out that are named; the others are counted."""
@@ -42,13 +49,13 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     how = load(chosen.map if name == "generic" else maps[name], (), ColumnMap)
     source = folder(how, chosen.local, chosen.hub)
     wanted = Wanted(*_splits(chosen.splits, how), chosen.max_samples, chosen.original_split, chosen.seed)
-    made = prepare(how, source, chosen.out, wanted)
-    for split, count in made.rows.items():
+    written, left_out = prepare(how, source, chosen.out, wanted)
+    for split, count in written.items():
         print(f"{chosen.out / f'{split}.jsonl'}: {count} rows")
-    for failure in made.left_out[:SHOWN]:
+    for failure in left_out[:SHOWN]:
         print(f"left out: {failure}")
-    if len(made.left_out) > SHOWN:
-        print(f"left out: {len(made.left_out)} rows in all")
+    if len(left_out) > SHOWN:
+        print(f"left out: {len(left_out)} rows in all")
     return 0
 
 
@@ -63,19 +70,9 @@ class Wanted:
     seed: int = 0
 
 
-@dataclass
-class Prepared:
-    """``rows``: how many of each split were written; ``left_out``: why others were not."""
-
-    rows: dict[str, int]
-    left_out: list[DataFailure]
-
-
-def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> Prepared:
-    """Write ``out/SPLIT.jsonl`` and ``out/images``. Reads the published rows twice: first without their images, to choose.
-
-    Raises ConfigError when files are missing, or no row can be used.
-    """
+def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
+    """Write ``out/SPLIT.jsonl`` and ``out/images``; return the rows of each split, and the rows left out. Reads the published rows
+    twice: first without images, to choose. Raises ConfigError when files are missing, or no row can be used."""
     splits = wanted.published or present(how, source)
     left_out: list[DataFailure] = []
     light: list[tuple[str, Row]] = []
@@ -108,7 +105,7 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
         if not wanted.original and split not in splits:
             random.Random(derive(wanted.seed, "order", split)).shuffle(rows)
         write_whole(out / f"{split}.jsonl", "".join(json.dumps(_clean(row)) + "\n" for row in rows).encode())
-    return Prepared({split: len(written[split]) for split in _ordered(written)}, left_out)
+    return {split: len(written[split]) for split in sorted(written, key=lambda one: one != REST)}, left_out
 
 
 def _rows(how: ColumnMap, source: Path, split: str) -> Iterator[Row | DataFailure]:
@@ -185,6 +182,154 @@ def _clean(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
-def _ordered(written: Mapping[str, Sequence[Row]]) -> list[str]:
-    """Train first, then as written."""
-    return sorted(written, key=lambda split: split != "train")
+REST = "train"
+"""The split that takes what no other asks for."""
+
+
+def sizes(count: int, make: Mapping[str, NewSplit]) -> dict[str, int]:
+    """Rows of each split out of ``count``, ``train`` first: 1200 with Arc Vision's shares make 900 train, 60 val, 240 test."""
+    taken = {name: min(int(count * new.share), new.most or count) for name, new in make.items()}
+    return {REST: count - sum(taken.values()), **{name: size for name, size in taken.items() if name != REST}}
+
+
+def in_order(count: int, wanted: Mapping[str, int]) -> list[str | None]:
+    """The split of each row: the first ``wanted[split]`` rows, then those of the next split; None for rows left over."""
+    names = [name for name, size in wanted.items() for _ in range(size)][:count]
+    return [*names, *[None] * (count - len(names))]
+
+
+def stratified(strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: Mapping[str, int], seed: int) -> list[str | None]:
+    """The split of each row, at random: each stratum in the same shares, no group in two splits; None for rows left over.
+
+    A whole group goes to the split that lacks most of the group's strata, relative to its target (after Sechidis et al., 2011), so
+    split sizes are exact up to a group's size. Raises ConfigError when more rows are wanted than there are.
+    """
+    count, total = len(strata), sum(wanted.values())
+    if total > count:
+        raise ConfigError(f"{total} rows are wanted for {', '.join(wanted)}, and there are {count}")
+    parts: dict[str | None, int] = {name: size for name, size in wanted.items() if size}
+    if count > total:
+        parts[None] = count - total
+    of = Counter(strata)
+    lacks = {(part, stratum): size * of[stratum] / count for part, size in parts.items() for stratum in of}
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for row, group in enumerate(groups):
+        members[group].append(row)
+    order = sorted(members, key=str)
+    random.Random(seed).shuffle(order)
+    room, result = dict(parts), list[str | None]([None] * count)
+    for group in order:
+        rows = members[group]
+
+        def lack(part: str | None, rows: Sequence[int] = rows) -> tuple[bool, float]:
+            return room[part] >= len(rows), sum(lacks[part, strata[row]] for row in rows) / parts[part]
+
+        best = max(parts, key=lack)
+        room[best] -= len(rows)
+        for row in rows:
+            lacks[best, strata[row]] -= 1
+            result[row] = best
+    return result
+
+
+FRAMES = (".png", ".jpg", ".jpeg", ".webp")
+ANIMATED = (".gif", ".webp")
+_SUFFIX = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
+NAME = 20
+"""Hexadecimal digits of a file's name."""
+
+
+class Pictures:
+    """Writes below ``out/images``; reads paths below ``folders`` of the data set's ``root``, and beside the row's file."""
+
+    def __init__(self, out: Path, root: Path, folders: Sequence[str]) -> None:
+        self._out, self._root, self._folders = out, root, folders
+        self._sizes: dict[str, tuple[int, int]] = {}
+
+    def keep(self, entry: Any, beside: str, where: str) -> tuple[str, int, int]:
+        """The image's path relative to ``out``, width and height in pixels; other formats become PNG. Raises DataFailure."""
+        data = _plain(self._bytes(entry, beside, where), where)
+        name = hashlib.sha256(data).hexdigest()[:NAME]
+        with Image.open(io.BytesIO(data)) as image:
+            path = f"images/{name}.{_SUFFIX[str(image.format)]}"
+        if path not in self._sizes:
+            _, width, height = probe(image_entry({"bytes": data}, where, self._root))
+            file = self._out / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+            self._sizes[path] = width, height
+        return path, *self._sizes[path]
+
+    def frames(self, entry: Any, beside: str, where: str) -> list[Any]:
+        """A video as the interpreter reads it: the path of an animated picture, or those of its frames in the folder of its name.
+        Raises DataFailure for a film (mp4, webm)."""
+        found: list[Any] = []
+        for one in entry if isinstance(entry, list | tuple) else (entry,):
+            path = self._found(str(one), beside, where, or_folder=True)
+            folder = path if path.is_dir() else path.with_suffix("")
+            if path.suffix.lower() in ANIMATED and path.is_file():
+                found.append(str(path.resolve()))
+            elif folder.is_dir() and (shots := sorted(p for p in folder.iterdir() if p.suffix.lower() in FRAMES)):
+                found.append([str(shot.resolve()) for shot in shots])
+            else:
+                made = f"mkdir {folder}; ffmpeg -i {path} -vf fps=2 {folder}/%05d.jpg"
+                raise DataFailure(where, f"{path} is a film; take it apart first, for example: {made}")
+        return found
+
+    def _bytes(self, entry: Any, beside: str, where: str) -> bytes:
+        value = entry
+        if isinstance(entry, Mapping) and entry.get("bytes") is None:
+            value = entry.get("path") or entry.get("image")
+        if isinstance(value, str) and (encoded := _base64(value)) is not None:
+            return encoded
+        if isinstance(value, str) and not value.startswith("data:"):
+            return self._found(value, beside, where).read_bytes()
+        return read_image(image_entry(value, where, self._root))
+
+    def _found(self, name: str, beside: str, where: str, or_folder: bool = False) -> Path:
+        places = [*(self._root / folder / name for folder in self._folders), Path(beside) / name]
+        for place in places:
+            if place.is_file() or (or_folder and (place.is_dir() or place.with_suffix("").is_dir())):
+                return place
+        raise DataFailure(where, f"no file {name}; looked for {', '.join(str(place) for place in dict.fromkeys(places))}")
+
+
+def _base64(text: str) -> bytes | None:
+    """The picture that a text encodes; None for a path."""
+    if len(text) < 100:
+        return None
+    try:
+        data = base64.b64decode(text, validate=True)
+        Image.open(io.BytesIO(data)).close()
+    except (binascii.Error, ValueError, OSError):
+        return None
+    return data
+
+
+def _plain(data: bytes, where: str) -> bytes:
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            if image.format in FORMATS:
+                return data
+            file = io.BytesIO()
+            image.convert("RGB").save(file, "PNG")
+            return file.getvalue()
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataFailure(where, f"no readable image: {error}") from error
+
+
+def fractions(box: Any, kind: str, width: int, height: int, where: str) -> list[float]:
+    """Corners [x1, y1, x2, y2] as fractions of an image of ``width`` x ``height`` pixels; ``kind`` as in ``ColumnMap.boxes``.
+
+    Raises DataFailure for other values: nothing is guessed, and nothing moved into the image."""
+    try:
+        a, b, c, d = map(float, () if isinstance(box, str) else box)
+    except (TypeError, ValueError) as error:
+        raise DataFailure(where, f"a box has four numbers, not {box!r:.100}") from error
+    if kind == "pixels_and_size":
+        c, d = a + c, b + d
+    if kind != "fractions":
+        a, b, c, d = a / width, b / height, c / width, d / height
+    if not (0 <= a < c <= 1 and 0 <= b < d <= 1):
+        raise DataFailure(where, f"the box {box} ({kind}) lies outside the image of {width} x {height} pixels, or is empty")
+    return [a, b, c, d]

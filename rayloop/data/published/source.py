@@ -1,17 +1,138 @@
-"""Where a published data set is found: a local folder, or the Hugging Face Hub; and the rows of its files."""
+"""Reads a published data set from a folder or the Hugging Face Hub; a YAML file (``ColumnMap``) maps its columns to ours."""
 
 from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
+
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, DataFailure
-from rayloop.data.published.column_map import ColumnMap, expanded, found
 from rayloop.data.rows import rows
+
+Where = str | tuple[str, ...]
+_PLACE = re.compile(r"\{([^{}]+)\}")
+
+
+class NewSplit(SettingsModel):
+    """A split that the publisher does not have, cut from those that there are."""
+
+    share: float = Field(gt=0, lt=1)
+    """Share of the rows that go into it, rounded down. What no split takes is ``train``."""
+    most: int | None = Field(None, ge=1)
+    """Rows at most, for a split whose size need not grow with the data."""
+
+
+class ColumnMap(SettingsModel):
+    """Where a data set is, and which of its columns is which of ours.
+
+    A column is named ``a``, ``a.b`` (key ``b`` of a mapping or of JSON text in ``a``; a number counts in a list), or by a text with
+    such names in braces, such as ``"{@split}/png/{imgname}"``; of several the first that a row has counts. ``@split``, ``@file``
+    (the file's name without its suffix) and ``@index`` (in the split) can be named like columns.
+    """
+
+    hub: str = ""
+    """Name on the Hugging Face Hub (owner/name). Empty: it is not there, or nobody has looked, and ``--from`` is needed."""
+    files: dict[str, tuple[str, ...]]
+    """Published split -> patterns of its files (parquet, JSONL, JSON list, TSV, CSV); the first pattern that finds some counts."""
+    rows_at: str = ""
+    """In JSON files: the key of the list of rows, when the file is an object."""
+    each: str = ""
+    """A column with a list whose entries are rows of their own, such as the questions about one image."""
+    columns: dict[str, Where]
+    """Our column -> theirs. A row without one of them is left out; ``image`` becomes a file. The default ``id`` is split-index."""
+    optional: dict[str, Where] = {}
+    """The same for columns that a row may lack."""
+    fixed: dict[str, Any] = {}
+    """Our column -> a value that all rows have, such as ``data_source``."""
+    values: dict[str, dict[str, Any]] = {}
+    """Our column -> their value (as text) -> ours, for labels that are numbers or abbreviations. Others stay as they are."""
+    image_folders: tuple[str, ...] = (".",)
+    """Folders that image paths are relative to, tried in turn: below the data set's, and beside the row's file."""
+    archives: tuple[str, ...] = ()
+    """What else of the Hub is needed besides ``files``, as patterns: folders of images."""
+    boxes: Literal["fractions", "pixels", "pixels_and_size"] = "fractions"
+    """What is in the column ``bbox``: corners as fractions or in pixels, or a corner in pixels with width and height."""
+    stratify: tuple[str, ...] = ()
+    """Our columns whose values every new split, and every sample, has in the same shares."""
+    together: str = ""
+    """Our column whose value no two new splits share: rows about the same image belong into the same split."""
+    make: dict[str, NewSplit] = {}
+    """New splits, cut from all published rows, for data sets that lack one. Empty: the published splits stay."""
+    sample: int | None = Field(None, ge=1)
+    """Rows of each split that are drawn when ``--max-samples`` says nothing, where the published figure is of a sample."""
+
+
+def expanded(row: Mapping[str, Any], each: str) -> Iterator[Mapping[str, Any]]:
+    """The row itself; with ``each`` one row for every entry of that column, which has the entry in place of the list."""
+    if not each:
+        yield row
+        return
+    entries = found(row, each)
+    for entry in entries if isinstance(entries, list | tuple) else ():
+        yield {**row, each: entry}
+
+
+def mapped(how: ColumnMap, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Our row, its image still theirs. Raises DataFailure for a column that is missing, null or blank."""
+    made: dict[str, Any] = dict(how.fixed)
+    for ours, theirs in (how.columns | how.optional).items():
+        value = first(row, theirs)
+        if value is not None:
+            made[ours] = how.values.get(ours, {}).get(str(value), value)
+        elif ours in how.columns:
+            names = " or ".join((theirs,) if isinstance(theirs, str) else theirs)
+            present = ", ".join(name for name in list(row)[:20] if not name.startswith("@"))
+            where = f"{row['@file']}, row {row['@index']}"
+            raise DataFailure(where, f"no {names} for {ours!r}; the row has {present}")
+    made.setdefault("id", f"{row['@split']}-{row['@index']}")
+    return made
+
+
+def first(row: Mapping[str, Any], where: Where) -> Any:
+    """The first of the named columns that the row has, not null and not blank; else None."""
+    values = (_value(row, one) for one in ((where,) if isinstance(where, str) else where))
+    return next((value for value in values if value is not None and value != [] and str(value).strip()), None)
+
+
+def _value(row: Mapping[str, Any], where: str) -> Any:
+    if "{" not in where:
+        return found(row, where)
+    values = {name: found(row, name) for name in _PLACE.findall(where)}
+    if any(value is None for value in values.values()):
+        return None
+    return _PLACE.sub(lambda match: str(values[match[1]]), where)
+
+
+def found(row: Any, path: str) -> Any:
+    """What is at ``a`` or ``a.b``; None where there is nothing. A column whose name has a dot is found under it."""
+    if isinstance(row, Mapping) and path in row:
+        return row[path]
+    name, _, rest = path.partition(".")
+    if isinstance(row, Mapping):
+        value = row.get(name)
+    elif isinstance(row, list | tuple) and re.fullmatch(r"-?\d+", name) and -len(row) <= int(name) < len(row):
+        value = row[int(name)]
+    else:
+        return None
+    return found(_parsed(value), rest) if rest else value
+
+
+def _parsed(value: Any) -> Any:
+    """JSON text of an object or a list, read; anything else as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
 
 _LONGEST_FIELD = 2**31 - 1
 """Characters: HR-Bench's tables hold whole images as base64."""
@@ -58,10 +179,8 @@ def present(how: ColumnMap, root: Path) -> tuple[str, ...]:
 
 
 def entries(how: ColumnMap, root: Path, split: str) -> Iterator[Mapping[str, Any] | DataFailure]:
-    """The rows of a published split, with ``@split``, ``@file``, ``@index`` and ``@folder`` (their file's) as columns.
-
-    A line that cannot be read comes as the DataFailure that says why. Raises ConfigError.
-    """
+    """The rows of a published split, with ``@split``, ``@file``, ``@index`` and ``@folder`` (their file's) as columns, and a
+    DataFailure for each line that cannot be read. Raises ConfigError."""
     index = 0
     for path in files(how, root, split):
         for row in _rows(path, how.rows_at):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.settings import BrowserSettings, Containment
 from rayloop.sandbox import bubblewrap
-from rayloop.sandbox.uids import NoUser, User, borrowed, free_user
+from rayloop.sandbox.bubblewrap import NoUser, User, borrowed, free_user
 
 FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}
 """What it may write to, in memory, and bytes at most; Playwright puts the profile and shared memory into /tmp."""

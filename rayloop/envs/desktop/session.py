@@ -21,7 +21,7 @@ from PIL import Image
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.envs.browser import processes
 from rayloop.envs.desktop.settings import DesktopLimits
-from rayloop.sandbox import bubblewrap, seccomp, uids
+from rayloop.sandbox import bubblewrap, seccomp
 from rayloop.sandbox.frames import Channel, Header, Refused
 
 HOME = "/home/user"
@@ -89,7 +89,7 @@ class Desktop:
         if lacks := missing():
             raise DesktopLost(f"this machine lacks what a desktop needs: {lacks}")
         self._limits = limits
-        self._users = [uids.free_user(), uids.free_user()] if os.geteuid() == 0 else []
+        self._users = [bubblewrap.free_user(), bubblewrap.free_user()] if os.geteuid() == 0 else []
         """Of the programs, and of X, which is then out of their reach."""
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)

@@ -17,7 +17,7 @@ from typing import Any
 
 from rayloop.envs.grammar.actions import Action, Actions, Mistake, Point
 from rayloop.envs.grammar.calls import DIRECTIONS, FUNCTIONS, MOST_KEYS, Argument, CallSignature
-from rayloop.envs.grammar.keys import key, keys
+from rayloop.envs.grammar.calls import key, keys
 
 MARK = "Action:"
 THOUGHT = "Thought:"

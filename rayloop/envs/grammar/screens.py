@@ -10,7 +10,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.grammar.actions import Action, Mistake
-from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.grammar.scanner import read
 
 INSTRUCTION = "{instruction}"

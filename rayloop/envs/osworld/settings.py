@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.grammar.screens import ScreenSettings
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import EndReason
 from rayloop.grpo.filters.equal_rewards import equality
-from rayloop.measure.calibration import calibration_error
+from rayloop.measure.intervals import calibration_error
 
 
 @dataclass(frozen=True)

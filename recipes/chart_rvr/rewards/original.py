@@ -1,8 +1,5 @@
-"""The seven rewards as they were published, mistakes included: sanchit97/chartrl at 83c4406, its fork potate4/chartrl at 4948fe6.
-
-To repeat a published run, and to ablate what ``corrected`` changes (README.md). Texts are cut with ``str.split``, as there: where a
-tag is missing, the whole text is what it would hold.
-"""
+"""The seven rewards as published, mistakes included: sanchit97/chartrl at 83c4406, its fork potate4/chartrl at 4948fe6. Texts are
+cut with ``str.split``: the content of a missing tag is the whole text."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from rayloop.recipes.chart_rvr.rewards.sample import SEVEN, ChartSample, Paid, Pair, Process
+from rayloop.recipes.chart_rvr.rewards.reading import ChartSample, Paid, Process, Variant
 
 _TAGS = ("<type>", "</type>", "<think>", "</think>", "<answer>", "</answer>", "<table>", "</table>")
 _ONCE = (*_TAGS, "<think>\n<type>", "</type>\n<table>")
@@ -23,10 +20,7 @@ _UNPARSED = object()
 
 
 def format_reward(text: str) -> float:
-    """2 when the blocks stand in order from the first character on and ``</answer>`` ends a line, else 0. Linear in the text.
-
-    What follows after that line is not looked at.
-    """
+    """2 when the blocks stand in order from the first character on and ``</answer>`` ends a line, else 0. Linear in the text."""
     start = "<think>\n<type>"
     if not text.startswith(start):
         return 0.0
@@ -40,10 +34,7 @@ def format_reward(text: str) -> float:
 
 
 def accuracy_reward(text: str, label: Any) -> float:
-    """1 for a number within 5 % of ``label + 1e-6``, the denominator with its sign; else for the same text in any case.
-
-    A label that is a number is never compared as a text.
-    """
+    """1 for a number within 5 % of ``label + 1e-6``, the denominator with its sign; for a label that is a text the same text."""
     answer = trained_answer(text) if "<answer>" in text and "<think>" in text else ""
     if not answer:
         return 0.0
@@ -94,9 +85,8 @@ def table_style_rewards(
 ) -> list[tuple[float, tuple[str, ...]]]:
     """The table reward of each text of a batch, with flags: 0.5 for JSON, the comparison, 0.25 for exactly the two keys.
 
-    A text whose table cannot be parsed is compared with the true table by that of the last text before it that could:
-    ``stale_table``. ``comparison_failed``: the comparison raised, and the original pays nothing for it; the fork keeps what it had.
-    Without ``tables`` all are paid nothing.
+    A text whose table cannot be parsed is paid for the table of the last text that could: ``stale_table``. When the comparison
+    raises (``comparison_failed``), the original pays nothing for it, and the fork what it had. Without ``tables`` nothing is paid.
     """
     if tables is None:
         return [(0.0, ())] * len(texts)
@@ -180,19 +170,13 @@ def _cells(said: Any, true: Any, fork: bool) -> tuple[float, bool]:
     return paid, False
 
 
-# Evaluation ------------------------------------------------------------------------------------------------------------
-
-
 def evaluated_answer(text: str) -> str:
     """The answer that the evaluation compares; the whole text without an answer tag."""
     return last(text, "answer")
 
 
 def relaxed_accuracy(prediction: str, target: str, tolerance: float = 0.05, *, unanswerable: bool = False) -> float:
-    """1 for a number within ``tolerance`` of a target that is not 0 (``%`` divides by 100), else for the same text in any case.
-
-    ``unanswerable``: a target of that word is always right. The original gives ChartQAPro a tolerance of ``True``, which is 1.
-    """
+    """1 for a number within ``tolerance`` of a target that is not 0 (``%`` divides by 100), else for the same text in any case."""
     if unanswerable and target.lower() == "unanswerable":
         return 1.0
     said, true = prediction.removesuffix(".").strip(), target.strip()
@@ -214,13 +198,8 @@ def _number(text: str) -> float | None:
         return None
 
 
-# The variant -----------------------------------------------------------------------------------------------------------
-
-
-class Original:
+class Original(Variant):
     """The published functions; ``fork`` changes what the table's comparison does when it raises."""
-
-    components: tuple[str, ...] = SEVEN
 
     def __init__(self, *, fork: bool = False) -> None:
         self._fork = fork
@@ -250,11 +229,3 @@ class Original:
         if not isinstance(sample.reasoning, str):
             return Process((), ("process_raised",))
         return Process(((process_text(sample.text), sample.reasoning),))
-
-    def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
-        """The cosine of the reasoning."""
-        return cosines[0]
-
-    def answer(self, text: str) -> str | None:
-        """The answer that the evaluation compares."""
-        return evaluated_answer(text)

@@ -1,14 +1,15 @@
-"""The parts of a completion, for the variants that do not cut it as the original does; and how its reasoning is counted."""
+"""The input of the rewards (a completion's parts, the row's truth, the count of tokens), and the base class of a variant."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TAGS = ("think", "type", "table", "answer")
+from rayloop.core.types import Task
+
 _STEP = re.compile(r"<step-(\d{1,4})>\s*:?")
 _PIECE = re.compile(r"[^\W\d_]+|\d|[^\w\s]+|_+|\n+")
 _ASCII = re.compile(r"[A-Za-z]+|[^ \t\r\n\f\v_A-Za-z0-9]+|[0-9]|_+|\n+")
@@ -77,8 +78,8 @@ def steps_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> int:
-    """The approximate number of tokens of a text: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer
-    splits first. It splits rare words further, so this is a little less."""
+    """The approximate number of tokens: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer splits
+    first."""
     return len((_ASCII if text.isascii() else _PIECE).findall(text))
 
 
@@ -100,11 +101,6 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
-    @property
-    def cells(self) -> int:
-        """The number of cells."""
-        return sum(map(len, self.rows))
-
 
 def as_table(data: Any) -> Table | None:
     """A mapping with a list of headers and a list of lists of cells, each a text or a number; None for anything else."""
@@ -122,5 +118,96 @@ def _is_cell(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
+def as_number(text: str) -> float | None:
+    """The text as ``float`` reads it; None when it is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def _cell(value: Any) -> str:
     return "" if value is None else str(value).strip()
+
+
+SEVEN = ("format", "accuracy", "length", "tags", "type", "table", "process")
+"""The components that are paid, in the order in which the original lists its functions."""
+PUBLISHED = dict(
+    zip(
+        (
+            "format_reward",
+            "accuracy_reward",
+            "length_think_reward",
+            "num_token_reward",
+            "chart_type_reward",
+            "table_style_reward",
+            "process_style_reward",
+        ),
+        SEVEN,
+        strict=True,
+    )
+)
+"""The original's name of each -> ours."""
+
+Pair = tuple[str, str]
+"""A text of the policy, and the true text to compare with."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChartSample:
+    """A raw completion with its number of sampled tokens, and the row's truth; None where unknown. ``where`` is the row."""
+
+    text: str
+    label: Any = None
+    chart_type: Any = None
+    table: Any = None
+    reasoning: Any = None
+    tokens: int | None = None
+    where: str = ""
+
+    @classmethod
+    def of(cls, text: str, task: Task, tokens: int | None = None) -> ChartSample:
+        """The last turn's text with the truth of a row that has the data set's columns."""
+        extra = task.extra
+        return cls(
+            text, task.ground_truth, extra.get("chart_type"), extra.get("table"), extra.get("reasoning"), tokens,
+            f"task {task.id}",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Paid:
+    """Components of one sample before the process reward is added; ``flags`` name what went wrong."""
+
+    components: Mapping[str, float]
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """The texts that the process reward embeds: ``pairs``, none when there is nothing to compare; ``flags`` give the reason."""
+
+    pairs: Sequence[Pair] = ()
+    flags: tuple[str, ...] = ()
+
+
+class Variant:
+    """One definition of the rewards. This class pays each sample by itself, and the cosine of its reasoning."""
+
+    components: tuple[str, ...] = SEVEN
+    """The components of ``SEVEN`` that it defines."""
+
+    def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
+        """The components that need no embedder, ``relaxed`` and ``exact``. Raises DataFailure for a row without a usable truth."""
+        return [self._paid(sample) for sample in samples]
+
+    def _paid(self, sample: ChartSample) -> Paid:
+        raise NotImplementedError
+
+    def process(self, sample: ChartSample) -> Process:
+        """The pairs of texts that the process reward compares."""
+        raise NotImplementedError
+
+    def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
+        """The process reward from ``process``'s pairs, of which there is at least one, and their cosines."""
+        return cosines[0]

@@ -15,12 +15,10 @@ from rayloop.core.groups import Outcome, Scored
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.recipes.chart_rvr.rewards.corrected import Corrected
+from rayloop.recipes.chart_rvr.rewards.embedders import Similarity
 from rayloop.recipes.chart_rvr.rewards.original import Original
-from rayloop.recipes.chart_rvr.rewards.paper import Paper
-from rayloop.recipes.chart_rvr.rewards.reading import Count, pieces
-from rayloop.recipes.chart_rvr.rewards.sample import ChartSample, Paid, Variant
-from rayloop.recipes.chart_rvr.rewards.similarity import Similarity
+from rayloop.recipes.chart_rvr.rewards.reading import ChartSample, Count, Paid, Variant, pieces
+from rayloop.recipes.chart_rvr.rewards.variants import Corrected, Paper
 
 EMBEDDER = Role("embedder", ("embed",))
 NO_EMBEDDER = (

@@ -24,13 +24,13 @@ from rayloop.run.demand import bundles
 from rayloop.run.lifetime import PreemptionSettings
 from rayloop.run.preflight import lasting
 from rayloop.serve_apps.judge.app import gpus
-from rayloop.serve_apps.judge.settings import JudgeSettings
+from rayloop.serve_apps.settings import JudgeSettings
 from tests.deploy.k8s.kuberay import refusals
 from tests.deploy.k8s.schemas import ROOT
 
 Document = dict[str, Any]
 DRAIN = 30
-"""Seconds for which Ray drains a node that is told to stop."""
+"""Seconds for which Ray drains a node that has to stop."""
 MARGIN = 10
 """Seconds that a pod has left when its preStop has taken all of its own."""
 UNITS = {"": 1.0, "m": 1e-3, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -182,7 +182,7 @@ def endings(documents: list[Document]) -> Iterator[str]:
         title, spec = group.pod.title, group.pod.spec
         hook = group.pod.container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [""])[-1]
         if not group.head and "ray stop" not in hook:
-            yield f"{title}: no preStop that tells Ray"
+            yield f"{title}: no preStop that stops Ray"
         if "driver" in group.spec.get("resources", {}):
             yield from (f"{title}: preStop: {fault}" for fault in _announced(hook))
         patience = sum(float(seconds) for seconds in re.findall(r"--(?:within|grace-period) (\d+)", hook))

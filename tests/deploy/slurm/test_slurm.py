@@ -191,19 +191,6 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
     site.nothing_left_behind()
 
 
-def test_one_allocation_trains_and_is_cancelled(site: Site) -> None:
-    submitted = site.cluster("up", "--together", site.config("together", steps=1000))
-    job = submitted.partition("cluster: job ")[2].split()[0]
-    site.wait(lambda: site.steps("together"), "a step", 180)
-    assert len(alive(site.head(3))) == 3
-    assert "JobState=RUNNING" in site.state(job)
-    site.cluster("down")
-    assert '"preempted"' in (site.folder / "together" / "events.jsonl").read_text(encoding="utf-8"), (
-        "it was saved before it was cancelled"
-    )
-    site.nothing_left_behind()
-
-
 @pytest.mark.timeout(900)
 def test_a_fixed_size_job_trains_on_two_nodes_and_is_requeued_after_it_has_saved(site: Site) -> None:
     """``ray symmetric-run``: no rendezvous, no jobs beside it. Home is a folder of the test's: the token lies there."""

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 HELPER = Path("actors/handles.py")
 
 PROGRAM = """
-from rayloop.actors.handles import Handle, create, resolved, submit, submit_pair
+from rayloop.actors.handles import Handle, create, resolved, submit, submit_split
 from rayloop.actors.policy import PolicyRank
 from rayloop.actors.reference import ReferenceActor
 from rayloop.actors.reward import RewardActor

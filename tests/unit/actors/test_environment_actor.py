@@ -14,8 +14,8 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rayloop.actors.environment import EnvironmentActor
+from rayloop.actors.failures import as_value
 from rayloop.actors.lease import Lease
-from rayloop.actors.lost import as_value
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import Cause, DataFailure, Failure, RolesExhausted, Scope, WorkerLost, WorkerSpent
 from rayloop.core.groups import Unscored, UnscoredKind

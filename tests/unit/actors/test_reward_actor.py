@@ -26,7 +26,7 @@ from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import hanging
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn
-from rayloop.rewards.outcomes import as_outcome
+from rayloop.rewards.functions import as_outcome
 from rayloop.rewards.settings import RewardSettings
 
 TASK = Task("t1", (), ground_truth=3)

@@ -48,7 +48,7 @@ def played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         given = dict(word.split("=", 1) for word in words if "=" in word)
         score = "success" if "arpo" in words[1] else "reward"
         folder = Path(given["output"]) / given["name"]
-        rise = 0.1 if "algorithm.replay.enabled=true" in words else 0.05
+        rise = 0.1 if "algorithm.replay.kind=corrected" in words else 0.05
         lines(folder / "metrics.jsonl", [
             {"step": step, "time": 10.0 + step, "timing_s/step": 1.0, "rollout/tokens": 100, "reward/mean": 0.5} for step in (1, 2)
         ])  # fmt: skip

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from ray import exceptions
 
+from rayloop.cluster.loop.ending import SUSPECT, ended
 from rayloop.cluster.loop.loggers import open_logger
-from rayloop.cluster.supervision.restart import SUSPECT, ended
 from rayloop.core import failures
 from rayloop.core.failures import (
     AGAIN,
@@ -72,6 +72,10 @@ class Driving:
         self.store = CheckpointStore(self.folder / "checkpoints", keep=2)
         self.store.next_lineage()
         asyncio.run(self.store.save(OLDER, {}, self.trainer))
+
+    @property
+    def saving(self) -> Driving:
+        return self
 
     async def trainer(self, folder: str) -> None:
         Path(folder, "weights").write_bytes(b"1234")

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import AuthenticationError
 
-from rayloop.cluster.stages import head_watch
-from rayloop.cluster.stages.head_watch import SILENCE, HeadGone, HeadWatch
+from rayloop.cluster.supervision import watchdog
+from rayloop.cluster.supervision.watchdog import SILENCE, HeadGone, HeadWatch
 from rayloop.core.failures import AGAIN
 
 
@@ -31,7 +31,7 @@ class Stage:
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     made = Stage()
-    monkeypatch.setattr(head_watch, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
     return made
 
 
@@ -52,7 +52,7 @@ def test_then_the_run_ends_before_ray_ends_the_process(stage: Stage) -> None:
     stage.error = ConnectionError("no answer")
     with pytest.raises(HeadGone, match=r"has not listened for 5[0-9] s") as error:
         watch.decide()
-    assert SILENCE < stage.now < 60 - head_watch.ANSWER
+    assert SILENCE < stage.now < 60 - watchdog.ANSWER
     assert error.value.exit_code == AGAIN
     with pytest.raises(HeadGone):
         watch.check()

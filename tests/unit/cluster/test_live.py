@@ -1,4 +1,4 @@
-"""``status``, ``logs`` and ``stop`` of runs as their folders tell them; tests/cluster/test_live.py has a run that lives."""
+"""``status``, ``logs`` and ``stop`` of runs from their folders; tests/cluster/test_live.py has a run that lives."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_status_tells_step_checkpoint_roles_and_incidents(folder: RunFolder, cap
     assert "N s ago: [12] worker_lost: role rollout, worker 1" in text
     assert [line.split() for line in text.splitlines() if line.startswith(("rollout", "policy"))] == [
         ["rollout", "1", "2", "1", "7"],
-        ["policy", "1", "1", "0", "3"],
+        ["policy", "1", "1", "0", "2"],
     ]
     assert "its node\\x1b[31m died" in text, "what would steer the terminal is written out"
 
@@ -65,7 +65,7 @@ def test_status_for_programs_is_one_object(folder: RunFolder, capsys: pytest.Cap
 
 def test_status_of_a_run_that_nobody_runs_says_how_it_ended(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     main(["status", str(folder.path)])
-    assert "nobody runs it, and it did not tell why" in capsys.readouterr().out
+    assert "nobody runs it, and it recorded no end" in capsys.readouterr().out
     folder.events.append(events.Failed("Stalled", "nothing moved", {}), 12)
     main(["status", str(folder.path)])
     text = capsys.readouterr().out

@@ -142,5 +142,5 @@ def test_a_policy_that_went_with_them_is_lost_and_who_waits_is_admitted_after_it
 
 def test_weights_that_are_lost_while_they_are_published_are_a_lost_policy(stage: Stage) -> None:
     stage.serving = Engine({"first"})
-    with pytest.raises(PolicyLost, match=r"the weights of version 1\.5 were lost while they were published"):
+    with pytest.raises(PolicyLost, match=r"the weights of version 1\.5 were lost while they were synced"):
         act(stage.weight_sync.send(NOW))

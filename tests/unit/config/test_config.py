@@ -22,7 +22,7 @@ from rayloop.config.settings import Component, SettingsModel, check_components, 
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig
 from rayloop.run.lifetime import RecoverySettings
-from rayloop.serve_apps.judge.settings import ServeFile
+from rayloop.serve_apps.settings import ServeFile
 from rayloop.sft.stage import SftConfig
 from rayloop.transports.settings import CudaIpcTransport
 from tests.support.runs import set_key, settings
@@ -301,7 +301,7 @@ RUN = """
     steps: 1
     model: {path: ~/model}
     data: {train: "~/rows.jsonl"}
-    reward: {source: {use: "rayloop.recipes.digits.reward:SortReward"}}
+    reward: {source: {use: "rayloop.recipes.digits.data:SortReward"}}
 """
 
 
@@ -328,7 +328,7 @@ def test_a_default_component_can_be_set_in_part(write: Write) -> None:
     check_components(run)
     other = load(write(RUN), ['data.reader={use: "rayloop.recipes.digits.data:DigitRows"}'], RunConfig)
     assert other.data.reader == Component(use="rayloop.recipes.digits.data:DigitRows")
-    written = 'reward:\n      source: {use: "rayloop.recipes.digits.reward:SortReward"}\n'
+    written = 'reward:\n      source: {use: "rayloop.recipes.digits.data:SortReward"}\n'
     written += "    data: {train: a, reader: {with: {trut: b}}}"
     text = RUN.replace('data: {train: "~/rows.jsonl"}', "").replace(RUN.splitlines()[-1].strip(), written)
     with pytest.raises(ConfigError, match=r"data\.reader\.with\.trut: unknown key"):

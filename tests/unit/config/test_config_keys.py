@@ -11,8 +11,7 @@ from pydantic import BaseModel
 from rayloop.config.explain import keys, walk
 from rayloop.config.yaml_source import dotted
 from rayloop.run.config import RunConfig
-from rayloop.serve_apps.judge.settings import JudgeSettings, ServeFile
-from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
+from rayloop.serve_apps.settings import JudgeSettings, PolicyEndpointSettings, ServeFile
 from rayloop.sft.stage import SftConfig
 from tests.support.runs import ROOT
 

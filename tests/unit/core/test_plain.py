@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, DataFailure
 from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
@@ -31,8 +31,8 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.rollout import plain
-from rayloop.rollout.group_rollout import GroupRequest
 from rayloop.rollout.manager import RolloutManager
+from rayloop.rollout.scheduler import GroupRequest
 from rayloop.run.checkpoint import STRUCTURE, TENSORS, Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import READ
@@ -149,7 +149,7 @@ OF_THE_PROCESS = {
     "Alarms": {"settings", "_reward", "_emit", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
                "_returned", "_raised", "_raised_held_out", "collapse"},
     "Collapse": {"_settings", "_last", "_unknown"},
-    "Blame": {"_settings", "_successes", "_groups", "_services"},
+    "FailureHistory": {"_settings", "_successes", "_groups", "_services"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},
     "AcceptanceRate": {"_memory", "_floor"},
     "TaskCursor": {"_count", "_seed", "_shuffle", "_tiers"},
@@ -163,7 +163,7 @@ OF_THE_PROCESS = {
 
 def rollouts(folder: Path) -> RolloutManager:
     config = RunConfig.model_validate(settings(folder, folder, algorithm__replay={"kind": "corrected"}))
-    return RolloutManager(config, Ledger(), training_rows(config, Told()), Told(), Blame(config.environment))
+    return RolloutManager(config, Ledger(), training_rows(config, Told()), Told(), FailureHistory(config.environment))
 
 
 def full(made: RolloutManager) -> None:

@@ -11,8 +11,7 @@ import pytest
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource
 from rayloop.data import prompt_images
-from rayloop.data.images import ImageGeometry, image_ref, probe, tinted
-from rayloop.data.prompt_images import NAME, PromptImages
+from rayloop.data.images import NAME, ImageGeometry, PromptImages, image_ref, probe, tinted
 from tests.support.pictures import picture
 
 GEOMETRY = ImageGeometry(14, 2, 784, 200_000)

@@ -23,9 +23,8 @@ from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 from rayloop.data.published import source
-from rayloop.data.published.column_map import ColumnMap, NewSplit, first
-from rayloop.data.published.images import Pictures, fractions
-from rayloop.data.published.splits import in_order, sizes, stratified
+from rayloop.data.published.prepare import Pictures, fractions, in_order, sizes, stratified
+from rayloop.data.published.source import ColumnMap, NewSplit, first
 from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.chart_rvr.data import ChartRows
 from rayloop.recipes.pyvision.data import QuestionRows
@@ -389,7 +388,7 @@ def test_rows_that_were_never_solved_are_left_out(
         written(Path(words[words.index("--out") + 1]) / "items.jsonl", items[:2])
         return type("Done", (), {"returncode": 0})
 
-    monkeypatch.setattr("rayloop.commands.solvable.subprocess.run", eval_of)
+    monkeypatch.setattr("rayloop.commands.data.subprocess.run", eval_of)
     assert main([*command, "--solvable-by", "owner/model"]) == 2
     assert "--config" in capsys.readouterr().err
     config = str(Path(recipes.__path__[0]) / "arpo/quickstart.yaml")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rayloop.core.types import Task
-from rayloop.data.subset import evenly
+from rayloop.data.cursor import evenly
 from rayloop.run.config import RunConfig
 from rayloop.run.rows import held_out_rows
 from tests.support.runs import settings

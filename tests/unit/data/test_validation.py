@@ -31,7 +31,7 @@ def validated(folder: Path, capsys: pytest.CaptureFixture[str], train: str, held
     config = {
         "name": "a", "steps": 1, "model": {"path": str(ROOT / "recipes/arc_vision/tiny"), "max_pixels": 37632},
         "data": {"train": train, "eval": held_out},
-        "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}}, **changes,
+        "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}}, **changes,
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     code = main(["data", "validate", str(folder / "run.yaml")])

@@ -30,8 +30,8 @@ from rayloop.envs.grammar.actions import (
     Type,
 )
 from rayloop.envs.grammar.calls import FUNCTIONS
-from rayloop.envs.grammar.keys import KEYS, NAMED
-from rayloop.envs.grammar.pointing import Pointing
+from rayloop.envs.grammar.calls import KEYS, NAMED
+from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.writer import Spelling, write, written
 

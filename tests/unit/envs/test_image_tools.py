@@ -18,7 +18,7 @@ from rayloop.config.model import ModelSettings
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import decode
 from rayloop.envs.image_tools import ImageTools, Name
-from rayloop.envs.toolkit import schemas
+from rayloop.envs.tools import schemas
 
 NAMES: tuple[str, ...] = get_args(Name)
 QWEN3 = """\

@@ -173,7 +173,7 @@ def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
     shape, engine = qwen3b(), parts(run_of(), "rollout")
     assert engine["weights"] == 4 * shape.parameters
     assert engine["cache"] == shape.cache * 4 * 1200 * 256
-    assert parts(run_of(rollout__engine__max_batch=64), "rollout")["cache"] == engine["cache"] // 4
+    assert parts(run_of(rollout__engine__max_sequences=64), "rollout")["cache"] == engine["cache"] // 4
     remote = run_of(rollout__engine={"kind": "openai_http", "base_url": "http://a/v1", "model": "b"})
     assert set(parts(remote, "rollout")) == {"process"}
 

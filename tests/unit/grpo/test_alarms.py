@@ -15,7 +15,7 @@ from rayloop.core.groups import Member, Outcome, Scored, Status, TrajectoryState
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
 from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, correlation, reasons
 from rayloop.grpo.limits import Limit
-from rayloop.rewards.outcomes import as_outcome
+from rayloop.rewards.functions import as_outcome
 
 LOST = Unscored(UnscoredKind.REWARD_UNAVAILABLE)
 CRASHED = Unscored(UnscoredKind.GRADER_ERROR, "my:Reward: KeyError: 'x'", "Traceback\n  in score\nKeyError: 'x'")

@@ -12,14 +12,12 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rayloop.judge.answers import boxed, extract
 from rayloop.judge.api import JudgeItem
 from rayloop.judge.grader import decide as decide_item
-from rayloop.judge.labelled import calibration
 from rayloop.judge.prompt import sanitise
-from rayloop.judge.rubric import load_rubrics
+from rayloop.judge.rubric import calibration, load_rubrics
 from rayloop.judge.rules.decision import decide, items, mean_relative_accuracy
-from rayloop.judge.rules.plain import is_blank, plain
+from rayloop.judge.rules.plain import boxed, extract, is_blank, plain
 from rayloop.judge.rules.quantities import first_number, quantity
 from rayloop.judge.rules.question import Question
 

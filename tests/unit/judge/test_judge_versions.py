@@ -1,4 +1,4 @@
-"""The judge's versions: whoever changes what it decides, says or reads must raise the one that is in its fingerprint.
+"""The judge's versions: a change of what it decides, asks or reads needs a new version in its fingerprint.
 
 Verdicts of two versions must not mix in a cache or in a run; a comment or a new name must not empty a cache.
 """
@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from rayloop.judge import prompt, verdict
+from rayloop.judge import prompt
 from rayloop.judge.api import JudgeItem, VerdictKind
 from rayloop.judge.grader import decide, fingerprint
-from rayloop.judge.labelled import calibration
-from rayloop.judge.rubric import Example, Rubric, load_rubrics
+from rayloop.judge.rubric import Example, Rubric, calibration, load_rubrics
 from rayloop.judge.rules import decision as rules
 
 PAIRS = yaml.safe_load((Path(__file__).parents[2] / "data" / "judge" / "rule_pairs.yaml").read_text(encoding="utf-8"))
@@ -53,7 +52,7 @@ def decisions() -> Iterator[Any]:
         yield item.reference, item.answer, decided.correct, decided.rule
 
 
-def told() -> Iterator[Any]:
+def asked() -> Iterator[Any]:
     yield prompt.schema(RUBRIC)
     for item in ITEMS:
         yield prompt.messages(RUBRIC, item, nonce="0123")
@@ -63,8 +62,8 @@ def read() -> Iterator[Any]:
     for text in REPLIES:
         for kind in ("binary", "scored"):
             try:
-                found = verdict.parse(text, kind)
-            except verdict.InvalidVerdict:
+                found = prompt.parse(text, kind)
+            except prompt.InvalidVerdict:
                 yield None
             else:
                 yield found.verdict, found.score, found.reason
@@ -72,8 +71,8 @@ def read() -> Iterator[Any]:
 
 PARTS = {
     "rules": (rules.VERSION, decisions, "judge/rules/decision.py"),
-    "prompt": (prompt.VERSION, told, "judge/prompt.py"),
-    "reply": (verdict.VERSION, read, "judge/verdict.py"),
+    "prompt": (prompt.VERSION, asked, "judge/prompt.py"),
+    "reply": (prompt.REPLY_VERSION, read, "judge/prompt.py"),
 }
 
 
@@ -85,14 +84,14 @@ def digest(rows: Iterator[Any]) -> str:
 def test_a_change_of_behaviour_comes_with_a_version(part: str) -> None:
     version, rows, file = PARTS[part]
     now = version, digest(rows())
-    assert now == KNOWN[part], f"raise VERSION in {file} if this change is meant, and write {now} into KNOWN of this test"
+    assert now == KNOWN[part], f"raise the version in {file} if this change is meant, and write {now} into KNOWN of this test"
 
 
-@pytest.mark.parametrize("module", [rules, prompt, verdict])
-def test_each_version_is_in_the_fingerprint(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "name"), [(rules, "VERSION"), (prompt, "VERSION"), (prompt, "REPLY_VERSION")])
+def test_each_version_is_in_the_fingerprint(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = fingerprint("rule", {})
     assert fingerprint("rule", {}) == before
-    monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
+    monkeypatch.setattr(module, name, getattr(module, name) + 1)
     assert fingerprint("rule", {}) != before
 
 

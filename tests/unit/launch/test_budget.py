@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayloop.launch.budget import HOUR, Budget
+from rayloop.launch.restarts import HOUR, Budget
 
 
 def test_it_is_full_at_first_and_a_unit_comes_back_after_its_share_of_an_hour() -> None:

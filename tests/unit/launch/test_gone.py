@@ -12,9 +12,8 @@ import pytest
 
 from rayloop.core.failures import AGAIN
 from rayloop.core.signals import StopSignals
-from rayloop.launch import again, gone, node, rendezvous, slurm_job
-from rayloop.launch.gone import SILENCE, UNPUBLISHED, Gone, Unpublished
-from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
+from rayloop.launch import node, rendezvous, restarts, slurm_job
+from rayloop.launch.rendezvous import SILENCE, UNPUBLISHED, Gone, Head, NoHead, Rendezvous, Unpublished
 
 
 class Stage:
@@ -26,6 +25,9 @@ class Stage:
         self.place.open(insecure=True)
         self.head = Head("10.0.0.1:20001", "http://10.0.0.1:20002", None, "node", None, 0, 1.0)
         self.place.publish(self.head)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     @property
     def entry(self) -> Path:
@@ -44,7 +46,7 @@ class Stage:
 @pytest.fixture
 def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     made = Stage(tmp_path)
-    monkeypatch.setattr(gone, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
     monkeypatch.setattr(rendezvous, "accepts", lambda _: made.listens)
     return made
 
@@ -131,12 +133,6 @@ def test_another_head_counts_at_once(stage: Stage) -> None:
     assert look.replaced()
 
 
-def test_the_end_of_the_work_counts_at_once(stage: Stage) -> None:
-    look = Gone(stage.place, stage.head, saves=False)
-    stage.place.withdraw(stage.head, done=True)
-    assert look()
-
-
 def test_when_a_head_begins_to_leave_programs_save_and_workers_stay_while_it_listens(stage: Stage) -> None:
     worker, program = (Gone(stage.place, stage.head, saves) for saves in (False, True))
     stage.place.withdraw(stage.head, left=True)
@@ -191,7 +187,7 @@ def led(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
     now = [0.0]
     monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
-    def run(ends: list[object], told: StopSignals | None = None, seconds: float = 1.0) -> tuple[int, list[int]]:
+    def run(ends: list[object], signals: StopSignals | None = None, seconds: float = 1.0) -> tuple[int, list[int]]:
         ports: list[int] = []
 
         def lead(*given: object) -> int:
@@ -207,7 +203,7 @@ def led(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
 
         monkeypatch.setattr(node, "_lead", lead)
         arguments = argparse.Namespace(insecure=True, ports="13000-15999", program=[])
-        return node.head(arguments, Rendezvous(tmp_path, "mine"), told or StopSignals()), ports
+        return node.head(arguments, Rendezvous(tmp_path, "mine"), signals or StopSignals()), ports
 
     return run
 
@@ -238,10 +234,10 @@ def test_a_head_in_whose_place_is_another_one_is_not_started_again(led: Callable
 
 
 def test_a_head_that_was_told_to_end_is_not_started_again(led: Callable[..., tuple[int, list[int]]]) -> None:
-    told = StopSignals()
-    told(15, None)
+    signals = StopSignals()
+    signals(15, None)
     with pytest.raises(node.RayEnded):
-        led([node.RayEnded("Ray ended"), 0], told)
+        led([node.RayEnded("Ray ended"), 0], signals)
 
 
 def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +252,7 @@ def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(tmp_pat
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(again, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(restarts, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setattr(node, "prctl", lambda *_: None)
     monkeypatch.setattr(slurm_job, "job", lambda: None)
     asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.launch import kept_logs
-from rayloop.launch.kept_logs import LOGS, keep
+from rayloop.launch import ray_process
+from rayloop.launch.ray_process import LOGS, keep
 
 
 def write(folder: Path, name: str, content: bytes, when: int) -> None:
@@ -33,12 +33,12 @@ def test_the_newest_bytes_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_node_that_fails_keeps_its_logs_and_a_few_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_logs, "ENDS", 2)
+    monkeypatch.setattr(ray_process, "ENDS", 2)
     for number in range(4):
         temporary = tmp_path / f"ray-{number}"
-        monkeypatch.setattr(kept_logs.time, "strftime", lambda form, number=number: f"2026-{number}")
+        monkeypatch.setattr(ray_process.time, "strftime", lambda form, number=number: f"2026-{number}")
         write(temporary / LOGS, "raylet.err", b"why", number)
-        with pytest.raises(RuntimeError), kept_logs.kept_logs(temporary, tmp_path / "rendezvous"):
+        with pytest.raises(RuntimeError), ray_process.kept_logs(temporary, tmp_path / "rendezvous"):
             raise RuntimeError("Ray ended")
     kept = sorted((tmp_path / "rendezvous.logs").iterdir())
     assert [folder.name.split("-2026-")[1].split("-")[0] for folder in kept] == ["2", "3"]

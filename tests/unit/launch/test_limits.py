@@ -68,11 +68,11 @@ def test_what_a_slurm_job_asked_for(tmp_path: Path, environment: dict[str, str],
     assert (limit and limit.most) == most
 
 
-def test_ray_is_told_what_it_cannot_see(tmp_path: Path) -> None:
+def test_ray_is_given_what_it_cannot_see(tmp_path: Path) -> None:
     limit = MemoryLimit(GIB, None, "a job")
-    told = ray_memory(None, limit)
-    assert told["--object-store-memory"] <= 0.3 * GIB
-    assert told["--memory"] + told["--object-store-memory"] == GIB
+    given = ray_memory(None, limit)
+    assert given["--object-store-memory"] <= 0.3 * GIB
+    assert given["--memory"] + given["--object-store-memory"] == GIB
     assert ray_memory(None, MemoryLimit(GIB // 8, None, "a small one"))["--object-store-memory"] == 75 * 2**20, "Ray takes no less"
     assert ray_memory(5, limit) == {"--object-store-memory": 5, "--memory": GIB - 5}
     assert ray_memory(None, None) == {}

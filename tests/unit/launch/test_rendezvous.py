@@ -17,8 +17,8 @@ import pytest
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.signals import StopSignals, handling
-from rayloop.launch import again, node, rendezvous, slurm_job
-from rayloop.launch.ports import NoFreePorts, block, port_range
+from rayloop.launch import node, rendezvous, restarts, slurm_job
+from rayloop.launch.network import NoFreePorts, block, port_range
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
 
 
@@ -95,27 +95,19 @@ def test_a_cluster_has_one_head(place: Rendezvous, listening: str) -> None:
 
 
 def test_what_a_former_head_left_is_removed(place: Rendezvous, listening: str) -> None:
-    place.withdraw(published(place, listening), done=True)
+    place.withdraw(published(place, listening), left=True)
     published(place, nobody())
     place.open(insecure=False)
     assert place.head() is None
-    assert not (place.folder / "done").exists()
+    assert not (place.folder / "left").exists()
 
 
 def test_a_head_takes_back_its_own_entry_only(place: Rendezvous, listening: str) -> None:
     first = published(place, listening, restart=0)
     second = published(place, listening, restart=1)
-    place.withdraw(first, done=True)
+    place.withdraw(first, left=True)
     assert place.head() == second
-    assert not place.done(first)
-
-
-def test_workers_of_a_cluster_that_is_done_need_not_wait_and_others_do(place: Rendezvous, listening: str) -> None:
-    head = published(place, listening)
-    place.withdraw(head, done=True)
-    assert place.wait(60, former=head) is None
-    with pytest.raises(NoHead):
-        place.wait(0.1)
+    assert not place.left(first)
 
 
 def test_the_cluster_s_jobs_are_noted(tmp_path: Path) -> None:
@@ -199,7 +191,7 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(tmp_p
         signal.raise_signal(signal.SIGTERM)
         asked.append(1)
 
-    def role(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
+    def role(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
         signal.raise_signal(signal.SIGUSR1)
         return 75
 
@@ -216,7 +208,7 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("ends", "restarts", "told", "waits", "requeued"),
+    ("ends", "before", "sent", "waits", "requeued"),
     [
         (69, 0, None, 15.0, True),
         (69, 3, None, 120.0, True),
@@ -233,25 +225,25 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(tmp_p
     ids=str,
 )
 def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Any, restarts: int, told: int | None, waits: float,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: Any, before: int, sent: int | None, waits: float,
     requeued: bool,
 ) -> None:  # fmt: skip
-    """``told``: a signal that comes while it waits."""
+    """``sent``: a signal that comes while it waits."""
     now, asked = [0.0], list[int]()
 
     def sleep(seconds: float) -> None:
         now[0] += seconds
-        if told is not None:
-            signal.raise_signal(told)
+        if sent is not None:
+            signal.raise_signal(sent)
 
-    def role(a: argparse.Namespace, place: Rendezvous, told: StopSignals) -> int:
+    def role(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
         if isinstance(ends, Exception):
             raise ends
         return int(ends)
 
-    monkeypatch.setattr(again, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(restarts, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setattr(slurm_job, "job", lambda: "7")
-    monkeypatch.setattr(slurm_job, "restarts", lambda: restarts)
+    monkeypatch.setattr(slurm_job, "restarts", lambda: before)
     monkeypatch.setattr(slurm_job, "can_ask", lambda: True)
     monkeypatch.setattr(slurm_job, "requeue", lambda: asked.append(1))
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
@@ -259,4 +251,4 @@ def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
     asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=10, ports="20000-29999")
     assert node.run_node(asks) == (69 if isinstance(ends, Exception) else ends)
     assert len(asked) == requeued
-    assert now[0] == pytest.approx(waits if told is None else 0.5, abs=0.5)
+    assert now[0] == pytest.approx(waits if sent is None else 0.5, abs=0.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -46,27 +45,19 @@ def slurm(fake: Path, *arguments: str) -> int:
 
 def test_the_shipped_site_is_valid_and_its_scripts_exist() -> None:
     site = load(SITE, [], SiteSettings)
-    for together in (False, True):
-        for job in plan(site, ["run.yaml"], together=together):
-            assert Path(job.arguments[0]).is_file()
-            assert job.arguments[1] == "rayloop"
+    for job in plan(site, ["run.yaml"]):
+        assert Path(job.arguments[0]).is_file()
+        assert job.arguments[1] == "rayloop"
 
 
 def test_jobs_of_a_cluster() -> None:
     site = SiteSettings(cluster="mine", sbatch=("--account=a",), worker={"count": 3, "gres": "gpu:8", "node": ["--resource=r=1"]})
-    head, worker, train = plan(site, ["run.yaml", "steps=3"], together=False)
+    head, worker, train = plan(site, ["run.yaml", "steps=3"])
     assert not [option for option in head.command("17") if option.startswith("--dependency")]
     assert {"--array=1-3", "--gres=gpu:8", "--account=a", "--dependency=after:17"} <= set(worker.command("17"))
     assert worker.arguments[1:] == ("mine", "--resource=r=1")
     assert train.arguments[1:] == ("mine", "run.yaml", "steps=3")
-    assert len(plan(site, [], together=False)) == 2, "without a run, nothing trains"
-
-    (one,) = plan(site, ["run.yaml"], together=True)
-    first, second = shlex.join(one.command("")).split(" : ")
-    assert "--gres" not in first
-    assert "RAYLOOP_WORKER_OPTIONS=--resource=r=1" in first
-    assert "--nodes=3" in second
-    assert "--account=a" in second
+    assert len(plan(site, [])) == 2, "without a run, nothing trains"
 
 
 def test_render_prints_a_script_that_submits_the_same(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +90,6 @@ def test_up_status_down(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_cannot_work_is_refused_before_anything_is_submitted(fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert slurm(fake, "up", "--together") == 2
     assert slurm(fake, "up", "--set", "worker.count=0") == 2
     assert slurm(fake, "up", str(SCRIPTS / "site.yaml")) == 2, "not the configuration of a run"
     assert not (fake / "submitted").exists()
@@ -114,7 +104,7 @@ def test_without_slurm_its_commands_are_missed(
     monkeypatch.setenv("PATH", "/nowhere")
     assert slurm(fake, "up") == 1
     assert "sbatch: no such command" in capsys.readouterr().err
-    assert not slurm_job.ended("1"), "it cannot be told"
+    assert not slurm_job.ended("1"), "it is unknown"
 
 
 def test_a_node_knows_its_job(fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +189,7 @@ def test_a_job_that_cannot_requeue_itself_says_so_before_ray_starts(
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     seen: list[int] = []
-    words = ["node", "head", "--cluster", "c", "--rendezvous", str(tmp_path), "--requeue", "3", "--", "true"]
+    words = ["node", "worker", "--cluster", "c", "--rendezvous", str(tmp_path), "--requeue", "3", "--", "true"]
     arguments = parsed(words)
 
     def role(a: argparse.Namespace, *_: Any) -> int:
@@ -210,14 +200,14 @@ def test_a_job_that_cannot_requeue_itself_says_so_before_ray_starts(
     assert arguments.run(arguments) == 0
     assert seen == [0]
     text = capsys.readouterr().out
-    assert "there is no scontrol" in text
+    assert "--requeue does nothing without scontrol" in text
     low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()
     assert f"open between the nodes: 20000-29999 (Ray), and {low}-{high} (the policy's ranks" in text, "before anything hangs"
 
 
 def test_a_site_has_a_place_for_modules_a_container_and_a_network(tmp_path: Path) -> None:
     site = SiteSettings(setup=str(tmp_path / "setup.sh"), container="apptainer exec --nv image.sif", interface="ib0")
-    head = plan(site, [], together=False)[0]
+    head = plan(site, [])[0]
     (export,) = (option for option in head.options if option.startswith("--export="))
     assert export.endswith(
         f",RAYLOOP_PYTHON=python,RAYLOOP_SETUP={tmp_path}/setup.sh,"
@@ -242,14 +232,6 @@ def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tm
     fixed = script.name == "fixed_size.sbatch"
     said = done.stderr if fixed else done.stdout  # of that script the container's output is read by the shell
     assert f"yes --nv python -m rayloop{'.launch.fixed_size' if fixed else ' node '}" in said
-
-
-def test_one_allocation_outlives_a_node() -> None:
-    text = (SCRIPTS / "cluster.sbatch").read_text(encoding="utf-8")
-    (options,) = (line for line in text.splitlines() if line.startswith("#SBATCH") and "--requeue" in line)
-    (step,) = (line for line in text.splitlines() if line.startswith("srun "))
-    assert "--no-kill" in options.split()
-    assert "--no-kill" in step.split()
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.stem)

@@ -21,7 +21,7 @@ import pytest
 
 from rayloop.core.signals import StopSignals
 from rayloop.launch import node, ray_process, rendezvous, slurm_job
-from rayloop.launch.ports import Ports
+from rayloop.launch.network import Ports
 from rayloop.launch.rendezvous import Rendezvous
 
 SAVES = """
@@ -58,7 +58,7 @@ class Site:
         self.there = folder / "there"
         self.there.mkdir(parents=True)
         self.place = Rendezvous(folder / "shared", "mine")
-        self.told = {name: StopSignals() for name in ("head", "worker", "train")}
+        self.signals = {name: StopSignals() for name in ("head", "worker", "train")}
         self.codes: dict[str, int] = {}
         self.asked: dict[str, argparse.Namespace] = {}
 
@@ -68,11 +68,11 @@ class Site:
         ports = self.ports + 30 * len(self.asked)
         asked = argparse.Namespace(
             cluster="mine", insecure=True, ports=f"{ports}-{ports + 29}", interface=None, temp_dir=Path("/tmp"), num_cpus=0,
-            num_gpus=0, resource=[], object_store_memory=None, grace=4.0, wait=30.0, requeue=3, repeats=0, program=list(program),
+            num_gpus=0, resource=[], object_store_memory=None, grace=4.0, wait=30.0, requeue=3, program=list(program),
         )  # fmt: skip
 
         def be() -> None:
-            self.codes[name] = role(asked, self.place, self.told[name])
+            self.codes[name] = role(asked, self.place, self.signals[name])
 
         self.asked[name] = asked
         thread = threading.Thread(target=be, name=name, daemon=True)
@@ -128,11 +128,11 @@ def test_a_run_is_saved_whoever_is_warned_first(sites: list[Site]) -> None:
         time.sleep(0.05)
     for at in range(3):
         for site in sites:
-            site.told[site.order[at]](signal.SIGUSR1, None)
+            site.signals[site.order[at]](signal.SIGUSR1, None)
         time.sleep(GAP)
     for site in sites:
         for thread in site.threads:
             thread.join(30)
         assert site.codes == {"head": 0, "worker": 0, "train": 75}, site.order
-        assert all(node._requeued(site.asked[name], site.told[name], code) for name, code in site.codes.items())
+        assert all(node._again(site.asked[name], site.signals[name], code, 0) for name, code in site.codes.items())
         assert list(site.there.iterdir()) == []

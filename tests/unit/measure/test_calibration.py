@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rayloop.core.groups import Scored
-from rayloop.measure.calibration import calibration_error
+from rayloop.measure.intervals import calibration_error
 from rayloop.run.records.step_metrics import Collected, step_metrics
 from tests.unit.groups import make_group
 

@@ -18,7 +18,6 @@ from rayloop.measure.controls import (
     SAMPLED,
     Item,
     against_controls,
-    by_arm,
     gains,
     looks,
     summarise,
@@ -27,7 +26,7 @@ from rayloop.measure.controls import (
     verdict,
 )  # fmt: skip
 from rayloop.measure.intervals import LEAST, interval, paired_interval
-from rayloop.recipes.arc_vision.controls import BlindBox
+from rayloop.recipes.arc_vision.boxes import BlindBox
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import gain, metrics, plays
 from rayloop.run.records.metrics import validate
@@ -116,11 +115,11 @@ def test_a_policy_looks_only_if_every_control_is_worse() -> None:
 
 def test_answers_without_a_reward_are_left_out_and_counted() -> None:
     found = items(RIGHT, [1.0, None, 0.0])
-    recorded = metrics(found, by_arm(found))
+    recorded = metrics(found, summarise(found, 0)["arms"])
     assert recorded == {
         "val/reward/mean": 0.5, "val/iou/mean": 0.5, "val/page/reward/mean": 0.5, "val/scored": 2.0, "val/unscored": 1.0
     }  # fmt: skip
-    controlled = metrics(found + items(SAME, [0.0, 0.0, 0.0]), by_arm(found + items(SAME, [0.0, 0.0, 0.0])))
+    controlled = metrics(found + items(SAME, [0.0, 0.0, 0.0]), summarise(found + items(SAME, [0.0, 0.0, 0.0]), 0)["arms"])
     assert validate(controlled) == ()
     assert controlled["val/control/same source/reward/mean"] == 0.0
 
@@ -128,7 +127,7 @@ def test_answers_without_a_reward_are_left_out_and_counted() -> None:
 def test_sampled_answers_have_a_curve_of_their_own_with_bounds() -> None:
     drawn = [Item(SAMPLED, str(task), "page", k, reward=task / 10 + k / 10) for task in range(LEAST) for k in range(2)]
     found = items(RIGHT, [0.5] * LEAST) + drawn + [Item(SAMPLED, "0", "page", 2)]
-    recorded = metrics(found, by_arm(found))
+    recorded = metrics(found, summarise(found, 0)["arms"])
     assert validate(recorded) == ()
     assert recorded["val_sampled/reward/mean"] == pytest.approx(0.4), "the mean over tasks of their answers' mean"
     assert recorded["val_sampled/reward/low"] < 0.4 < recorded["val_sampled/reward/high"]

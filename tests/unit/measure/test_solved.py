@@ -7,8 +7,8 @@ from math import comb
 
 import pytest
 
-from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, summarise, table
-from rayloop.measure.solved import pass_at, pass_rates, solved_tasks
+from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, pass_rates, solved_tasks, summarise, table
+from rayloop.measure.intervals import pass_at
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8])

@@ -17,8 +17,7 @@ from rayloop.core.types import EndReason, Sampling, Task, Trajectory, Trajectory
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import UI_TARS, UI_TARS_OR_FAIL
-from rayloop.recipes.arpo.pages import PAGES, ROWS, rows
-from rayloop.recipes.arpo.prepare import main
+from rayloop.recipes.arpo.prepare import PAGES, ROWS, main, rows
 from rayloop.recipes.arpo.reward import ArpoReward
 from rayloop.run.config import RunConfig
 from rayloop.sft.stage import SftConfig

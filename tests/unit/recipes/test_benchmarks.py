@@ -19,7 +19,7 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
 from rayloop.measure.controls import RIGHT, Item
-from rayloop.recipes.pyvision.option import OptionReward
+from rayloop.recipes.pyvision.verifiers import OptionReward
 from rayloop.run.config import read
 from tests.support.pictures import picture
 from tests.support.runs import ROOT

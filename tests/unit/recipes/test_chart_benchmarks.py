@@ -18,8 +18,7 @@ from rayloop.config.settings import check_components
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.data.dataset import Dataset
-from rayloop.recipes.chart_rvr.controls import PLAYED
-from rayloop.recipes.chart_rvr.measure import anls, chartqapro, distance
+from rayloop.recipes.chart_rvr.measure import PLAYED, anls, chartqapro, distance
 from rayloop.run.config import RunConfig, read
 
 RECIPE = Path(__file__).parents[3] / "recipes/chart_rvr"

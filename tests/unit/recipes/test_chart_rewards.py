@@ -18,10 +18,9 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn
-from rayloop.recipes.chart_rvr.rewards.embedders import OpenAiEmbedder
+from rayloop.recipes.chart_rvr.rewards.embedders import OpenAiEmbedder, Similarity, Unavailable, checked
 from rayloop.recipes.chart_rvr.rewards.original import process_text
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
-from rayloop.recipes.chart_rvr.rewards.similarity import Similarity, Unavailable, checked
 
 DATA = Path(__file__).parents[2] / "data" / "chart_rvr"
 VECTORS: list[dict[str, Any]] = json.loads((DATA / "vectors.json").read_text(encoding="utf-8"))

@@ -20,11 +20,10 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
-from rayloop.recipes.chart_rvr.controls import PLAYED, BlindChart
 from rayloop.recipes.chart_rvr.data import ChartRows
-from rayloop.recipes.chart_rvr.prepare import main
+from rayloop.recipes.chart_rvr.measure import PLAYED, BlindChart
+from rayloop.recipes.chart_rvr.prepare import COLOURS, COLUMN, KINDS, PAGE, SIDE, UNIT, drawn, main, small
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
-from rayloop.recipes.chart_rvr.small import COLOURS, COLUMN, KINDS, PAGE, SIDE, UNIT, drawn, small
 from rayloop.run.config import RunConfig, read
 from rayloop.sft.stage import SftConfig
 

@@ -13,10 +13,9 @@ import yaml
 from rayloop.cli import main
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import decode
-from rayloop.recipes.arc_vision import miniwob
+from rayloop.recipes.arc_vision import prepare as miniwob
 from rayloop.recipes.arc_vision.data import GroundingRows
-from rayloop.recipes.arc_vision.miniwob import OOD_PAGES, PAGES, ROWS, SHIPPED, PageRow, differences, digest, read_parquet
-from rayloop.recipes.arc_vision.prepare import compared
+from rayloop.recipes.arc_vision.prepare import OOD_PAGES, PAGES, ROWS, SHIPPED, PageRow, compared, differences, digest, read_parquet
 
 MANIFEST = json.loads((SHIPPED / "manifest.json").read_text(encoding="utf-8"))
 READER = "rayloop.recipes.arc_vision.data:GroundingRows"
@@ -127,7 +126,7 @@ def test_validate_reads_a_configuration_with_its_own_reader_and_files(tmp_path: 
             "train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "eval.jsonl"),
             "reader": {"use": "rayloop.data.dataset:ChatRows", "with": {"prompt": "question"}},
         },
-        "reward": {"source": {"use": "rayloop.recipes.digits.reward:SortReward"}},
+        "reward": {"source": {"use": "rayloop.recipes.digits.data:SortReward"}},
     }  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run), encoding="utf-8")
     (tmp_path / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n', encoding="utf-8")

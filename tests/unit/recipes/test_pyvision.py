@@ -15,7 +15,7 @@ from benchmarks.makers.code_demonstrations import CluedRows, CodeDemonstrations,
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.recipes.pyvision.data import QuestionRows, answered
-from rayloop.recipes.pyvision.scenes import CARDS, COLOURED, COUNTED, DOTS, SIDE, scene
+from rayloop.recipes.pyvision.prepare import CARDS, COLOURED, COUNTED, DOTS, SIDE, scene
 from rayloop.sft.stage import Examples, SftConfig
 
 SHOWN = 112

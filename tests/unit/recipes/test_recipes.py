@@ -22,9 +22,8 @@ from rayloop.data.images import probe
 from rayloop.recipes.arc_vision.boxes import click_hits, iou, parse_box
 from rayloop.recipes.arc_vision.data import Box, GroundingRows
 from rayloop.recipes.arc_vision.reward import IoUReward
-from rayloop.recipes.digits.data import DigitRows, rows
+from rayloop.recipes.digits.data import DigitRows, SortReward, rows
 from rayloop.recipes.digits.prepare import main
-from rayloop.recipes.digits.reward import SortReward
 
 ROOT = Path(__file__).parents[3]
 GROUNDING = Path(__file__).parents[2] / "data" / "grounding"

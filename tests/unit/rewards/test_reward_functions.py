@@ -20,8 +20,7 @@ from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId, Turn
 from rayloop.data.dataset import ChatRows
-from rayloop.rewards.functions import as_source
-from rayloop.rewards.outcomes import as_outcome
+from rayloop.rewards.functions import as_outcome, as_source
 from rayloop.rewards.settings import REWARD, RewardSettings
 
 TURN = Turn("assistant", (5, 6, 7), logprobs=(-1.0,) * 3)

@@ -13,8 +13,7 @@ from rayloop.config.settings import Component
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Message, Sampling, Task, Trajectory, TrajectoryId
-from rayloop.rewards.functions import as_source
-from rayloop.rewards.outcomes import as_outcome
+from rayloop.rewards.functions import as_outcome, as_source
 from rayloop.rewards.settings import REWARD, ROLES
 
 PAGE = (Path(__file__).parents[3] / "docs" / "rewards.md").read_text(encoding="utf-8")

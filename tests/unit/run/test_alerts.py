@@ -16,7 +16,7 @@ import prometheus_client
 import pytest
 import yaml
 
-from rayloop.judge import metrics as judge_metrics
+from rayloop.judge import transport as judge_metrics
 from rayloop.run.records.metrics import METRICS
 
 DEPLOY = Path(__file__).parents[3] / "deploy"

@@ -50,7 +50,7 @@ def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"{STALE}\n{done.stderr}"
     program = (
-        "import rayloop, rayloop.run; rayloop.run.__path__.insert(0, 'rayloop/run')\n"
+        "import rayloop, rayloop.run.records; rayloop.run.records.__path__.insert(0, 'rayloop/run/records')\n"
         "from rayloop.run.records.step_metrics import Collected, step_metrics\n"
         "from rayloop.run.records.metrics import validate\n"
         "from tests.unit.groups import make_group\n"

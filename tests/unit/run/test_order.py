@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.supervision.quarantine import Blame
+from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.failures import CheckpointError, ConfigError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task
 from rayloop.data.cursor import TaskCursor
-from rayloop.recipes.arc_vision.curriculum import LargeFirst
+from rayloop.recipes.arc_vision.data import LargeFirst
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RunFolder
@@ -111,5 +111,5 @@ def test_a_run_visits_its_rows_in_that_order(tmp_path: Path) -> None:
     file = rates(tmp_path, **{id: [0.0, 1.0] for id in ids[10:13]})
     config["data"]["order"] = {"use": "rayloop.run.order:BySolveRate", "with": {"rates": str(file)}}
     made = RunConfig.model_validate(config)
-    scheduler = RolloutManager(made, Ledger(), training_rows(made, Told()), Told(), Blame(made.environment)).scheduler
+    scheduler = RolloutManager(made, Ledger(), training_rows(made, Told()), Told(), FailureHistory(made.environment)).scheduler
     assert sorted(visited(scheduler.cursor, 3)) == [10, 11, 12]

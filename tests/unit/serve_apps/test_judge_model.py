@@ -18,9 +18,8 @@ from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureF
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
 from rayloop.judge.cache import VerdictCache, cache_key
 from rayloop.judge.grader import Grader, Reply, fingerprint
-from rayloop.judge.prompt import messages, sanitise, schema
+from rayloop.judge.prompt import InvalidVerdict, messages, parse, sanitise, schema
 from rayloop.judge.rubric import FOLDER, load_rubrics
-from rayloop.judge.verdict import InvalidVerdict, parse
 
 RUBRICS = load_rubrics()
 RIGHT = json.dumps({"reason": "The same.", "verdict": "correct"})

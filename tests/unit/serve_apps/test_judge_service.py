@@ -24,15 +24,14 @@ from rayloop.cli import parsed
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.files import new_secret
-from rayloop.judge import metrics as judge_metrics
+from rayloop.judge import transport as judge_metrics
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict
 from rayloop.judge.grader import Grader
 from rayloop.judge.rubric import FOLDER, load_rubrics
-from rayloop.serve_apps.judge.app import app, built
-from rayloop.serve_apps.judge.http import web
+from rayloop.serve_apps.judge.app import app, built, web
 from rayloop.serve_apps.judge.openai_model import OpenAIModel, correct_probability
 from rayloop.serve_apps.judge.service import JudgeMetrics, JudgeService
-from rayloop.serve_apps.judge.settings import CONFIGS, JudgeSettings, OpenAIBackendSettings, ServeFile
+from rayloop.serve_apps.settings import CONFIGS, JudgeSettings, OpenAIBackendSettings, ServeFile
 from tests.support.judges import ModelStub
 
 RUBRICS = load_rubrics()

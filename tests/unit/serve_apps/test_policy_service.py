@@ -18,10 +18,10 @@ from rayloop.config.model import ModelSettings
 from rayloop.core.failures import WorkerLost
 from rayloop.core.traces import Trace, branches
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, TrajectoryId, Version
+from rayloop.serve_apps.policy.app import web
 from rayloop.serve_apps.policy.engines import Engines
-from rayloop.serve_apps.policy.http import web
 from rayloop.serve_apps.policy.service import PolicyService
-from rayloop.serve_apps.policy.settings import PolicyEndpointSettings
+from rayloop.serve_apps.settings import PolicyEndpointSettings
 
 MODEL = ModelSettings(path=str(Path(__file__).parents[3] / "recipes/arc_vision/loose"))
 BROKEN = {"function": {"name": "f", "arguments": "{"}}
@@ -268,9 +268,9 @@ def test_metrics_count_requests_and_tokens(http: TestClient, engines: Scripted) 
     engines.texts = ["about"]
     answer = asked(http, user("q"))
     assert http.post("/v1/chat/completions", json={"model": "r", "messages": [user("q")], "n": 5}).status_code == 400
-    told = http.get("/metrics")
-    assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
-    lines = told.text.splitlines()
+    page = http.get("/metrics")
+    assert page.headers["content-type"].startswith("text/plain; version=0.0.4")
+    lines = page.text.splitlines()
     usage = answer["usage"]
     for line in (
         'policy_requests_total{outcome="ok",route="chat",run="r"} 1.0',

@@ -11,7 +11,7 @@ import pytest
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RolloutRecord, RolloutTurn, RunFolder
-from rayloop.view.files import write_files
+from rayloop.view.page import write_files
 
 TURN = RolloutTurn("assistant", "<answer>3</answer>", True)
 

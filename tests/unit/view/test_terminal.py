@@ -7,7 +7,7 @@ import re
 import pytest
 from PIL import Image
 
-from rayloop.view.terminal import blocks, colours
+from rayloop.view.pictures import blocks, colours
 
 
 @pytest.mark.parametrize(

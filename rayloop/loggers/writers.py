@@ -1,13 +1,16 @@
-"""Metrics as event files for TensorBoard. Needs the extra ``tensorboard``, imported when a run asks for it."""
+"""Metrics for TensorBoard and Weights & Biases. Each needs the extra of its name, which is imported when a run asks for it."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from rayloop.loggers.settings import WandbSettings
 
 
 class TensorBoard:
@@ -41,3 +44,32 @@ class TensorBoard:
     def _write(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self._file.flush()
+
+
+class Wandb:
+    """One run of Weights & Biases for all drivers of a rayloop run; after a restore it shows the repeated steps twice.
+
+    ``folder`` holds its id. ``config`` is shown as the run's configuration.
+    """
+
+    def __init__(self, settings: WandbSettings, name: str, config: Mapping[str, Any], folder: Path) -> None:
+        import wandb
+
+        folder.mkdir(exist_ok=True)
+        known = folder / "id"
+        if not known.exists():
+            known.write_text(secrets.token_hex(4), encoding="utf-8")
+        self._run = wandb.init(
+            project=settings.project, name=name, config=dict(config),
+            id=known.read_text(encoding="utf-8"), resume="allow", dir=str(folder.parent),
+            settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
+        self._run.log({**metrics, "step": step})  # W&B's own step only counts up: it would refuse a repeated one
+
+    def close(self) -> None:
+        """Finish W&B's run."""
+        self._run.finish()

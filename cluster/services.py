@@ -1,4 +1,4 @@
-"""Builds the actors of a run: one placement group, one pool per role, and the policy's ranks."""
+"""Creates the actors of a run: one placement group, one pool per role, and the policy's ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from rayloop.actors.policy import PolicyRank, RankSettings
 from rayloop.actors.reference import ReferenceActor
 from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor
-from rayloop.cluster.roles.shared import check_shared
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool, Pooled
@@ -42,19 +41,18 @@ from rayloop.run.preflight import held_in
 A = TypeVar("A", bound=Pooled)
 
 CONCURRENCY = 1000
-"""Coroutines per asynchronous actor: episodes and requests are many and mostly wait."""
+"""Coroutines per asynchronous actor: episodes and requests, which mostly wait."""
 
 
 def actor_name(role: str) -> str:
-    """Names are for people; the suffix is there because the one that is replaced may still be dying."""
+    """A name for people; its suffix differs from that of the actor that is replaced, which may still be dying."""
     return f"{role}-{secrets.token_hex(3)}"
 
 
 async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], emit: Emit) -> PlacementGroup:
-    """Reserve what all actors want, at once; waits for nodes that are still to come (started late, or by an autoscaler).
+    """Reserve the resources of all actors at once; waits for nodes that are still to come.
 
-    Raises ResourcesUnavailable with the arithmetic. A placement group lives until its job ends, not its driver actor: one that
-    a driver who died left behind goes first.
+    Raises ResourcesUnavailable with the numbers. A placement group outlives a driver that died: its own is removed first.
     """
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
@@ -81,16 +79,16 @@ async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], 
 
 
 def _short(wanted: list[dict[str, float]]) -> str:
-    """What the cluster as a whole has too little of, as text; empty when it has enough."""
+    """The resources of which the cluster as a whole has too little, as text; empty when it has enough."""
     present = ray.cluster_resources()
     lacks = {name: amount for name, amount in total(wanted).items() if amount > present.get(name, 0.0) + 1e-6}
     return ", ".join(f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in lacks.items())
 
 
 class Services:
-    """The pools that play and score: all that an evaluation needs.
+    """The pools that play and score, for an evaluation. Ray ends their actors with the process that created them.
 
-    Owned by whoever makes them: when that process dies, Ray ends them too; nothing is detached.
+    ``wanted``, ``up``: actors to start, and started. ``weights``: the folder where transports and engines write weight updates.
     """
 
     trains = False
@@ -103,7 +101,6 @@ class Services:
         self._watching: asyncio.Task[None] | None = None
         self.wanted, self.up = len(demand(config, self.trains)), 0
         self.weights = f"{folder}/weights"
-        """Where transports and engines may write weight updates."""
         self._first: dict[str, int] = {}
         for index, (role, _) in enumerate(demand(config, self.trains)):
             self._first.setdefault(role, index)
@@ -149,29 +146,25 @@ class Services:
         admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
     ) -> Pool[A]:  # fmt: skip
         """``make`` creates an actor of the role with Ray's options."""
-
-        def spawn(slot: int) -> Handle[A]:
-            return make(self._options(role, slot, placement))
-
-        return Pool(role, size, spawn, self.config.recovery, self._emit, admit, self.nodes)
+        return Pool(
+            role, size, lambda slot: make(self._options(role, slot, placement)), self.config.recovery, self._emit, admit, self.nodes
+        )
 
     def _options(self, role: str, slot: int, placement: Placement) -> dict[str, Any]:
         """Ray's options for one actor in its bundle. The dashboard shows it under the name of its role."""
-        options: dict[str, Any] = {
+        return {
             "name": actor_name(f"{role}-{slot}"),
             "num_cpus": placement.num_cpus,
             "num_gpus": placement.num_gpus,
             "resources": placement.resources or None,
             "scheduling_strategy": self._where(self._first[role] + slot, placement),
             "max_restarts": 0,
+            **({} if role == "policy" else {"max_concurrency": CONCURRENCY}),
         }
-        if role != "policy":
-            options["max_concurrency"] = CONCURRENCY
-        return options
 
     def _where(self, bundle: int, placement: Placement) -> Any:
-        """In its bundle; or, when actors failed there again and again, on another node with room. The bundle then stays, and keeps
-        a bad GPU from being given to anybody."""
+        """The strategy for its bundle; or for another node with room, when the bundle's node is avoided. The bundle stays reserved,
+        so that no actor gets a bad GPU of it."""
         assert self._group is not None, "start() reserves"
         inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         if not self.nodes.avoids():
@@ -226,8 +219,8 @@ class TrainingServices(Services):
 
     async def _start_policy(self) -> None:
         await self.policy.start()
-        with suppress(PolicyLost):  # who calls the ranks next is told, and rebuilds them
-            await check_shared(self.policy, Path(self.folder))
+        with suppress(PolicyLost):  # the next call of the ranks raises it again, and the driver rebuilds them
+            await self.policy.check_shared(Path(self.folder))
 
     def stop(self) -> None:
         """End every actor, the ranks first."""

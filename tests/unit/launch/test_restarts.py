@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rayloop.launch import again
-from rayloop.launch.again import supervised
+from rayloop.launch import restarts
+from rayloop.launch.restarts import supervised
 
 COUNTS = """
 import sys, pathlib
@@ -30,8 +30,8 @@ time.sleep(60)
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(again, "BACKOFF", 0.01)
-    monkeypatch.setattr(again, "POLL", 0.01)
+    monkeypatch.setattr(restarts, "BACKOFF", 0.01)
+    monkeypatch.setattr(restarts, "POLL", 0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every failure has a fate: all of Ray's classes, what they wrap, and torch's."""
+"""Every failure has a action: all of Ray's classes, what they wrap, and torch's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import pytest
 from ray import exceptions
 
-from rayloop.actors.fates import FATES, FailureFate, cause, fate, is_lost, object_lost, typed
+from rayloop.actors.failures import ACTIONS, FailureAction, action, cause, is_lost, object_lost, typed
 from rayloop.core.failures import (
     AGAIN,
     BroadcastFailed,
@@ -24,7 +24,7 @@ from rayloop.core.failures import (
     WorkerSpent,
 )
 
-REPLACE, REBUILD, EXCLUDE, END = FailureFate
+REPLACE, REBUILD, EXCLUDE, END = FailureAction
 RAYS = {
     kind
     for _, kind in inspect.getmembers(exceptions, inspect.isclass)
@@ -45,16 +45,16 @@ def made(kind: type[BaseException]) -> BaseException:
 
 def test_every_class_of_ray_has_its_own_line() -> None:
     assert len(RAYS) > 35, "the walk must have found them"
-    assert sorted(kind.__name__ for kind in RAYS - FATES.keys()) == [], "say in actors/fates.py what becomes of these"
+    assert sorted(kind.__name__ for kind in RAYS - ACTIONS.keys()) == [], "say in actors/failures.py what becomes of these"
 
 
 @pytest.mark.parametrize("kind", sorted(RAYS - {exceptions.RayTaskError}, key=lambda kind: kind.__name__))
 def test_a_class_of_ray_has_the_same_fate_bare_and_wrapped_once_or_twice(kind: type[Exception]) -> None:
-    expected = FATES[kind][0]
+    expected = ACTIONS[kind][0]
     error = made(kind)
     once = exceptions.RayTaskError("method", "traceback", error)
-    assert [fate(error), fate(once), fate(exceptions.RayTaskError("method", "traceback", once))] == [expected] * 3
-    assert fate(error, ranks=1) is (REBUILD if expected in (REPLACE, EXCLUDE) else expected)
+    assert [action(error), action(once), action(exceptions.RayTaskError("method", "traceback", once))] == [expected] * 3
+    assert action(error, ranks=1) is (REBUILD if expected in (REPLACE, EXCLUDE) else expected)
     assert issubclass(kind, exceptions.ObjectLostError) <= (expected is EXCLUDE)
     assert issubclass(kind, exceptions.RayActorError) <= (expected is REPLACE)
 
@@ -64,8 +64,8 @@ def test_a_class_that_a_later_ray_derives_from_a_known_one_shares_its_fate() -> 
 
     class NewError(exceptions.RayError): ...
 
-    assert fate(made(ActorEatenError)) is REPLACE
-    assert fate(made(NewError)) is END
+    assert action(made(ActorEatenError)) is REPLACE
+    assert action(made(NewError)) is END
 
 
 class AcceleratorError(RuntimeError):
@@ -98,15 +98,15 @@ class OutOfMemoryError(RuntimeError):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_other_errors(error: Exception, pool: FailureFate, one_rank: FailureFate, ranks: FailureFate) -> None:
+def test_other_errors(error: Exception, pool: FailureAction, one_rank: FailureAction, ranks: FailureAction) -> None:
     for each in (error, wrapped(error)):
-        assert [fate(each), fate(each, ranks=1), fate(each, ranks=4)] == [pool, one_rank, ranks]
+        assert [action(each), action(each, ranks=1), action(each, ranks=4)] == [pool, one_rank, ranks]
 
 
 def test_torch_calls_these_as_is_expected() -> None:
     torch = pytest.importorskip("torch")
-    assert fate(torch.OutOfMemoryError("CUDA out of memory"), ranks=4) is END
-    assert fate(torch.AcceleratorError("CUDA error: uncorrectable ECC error", 214)) is REPLACE
+    assert action(torch.OutOfMemoryError("CUDA out of memory"), ranks=4) is END
+    assert action(torch.AcceleratorError("CUDA error: uncorrectable ECC error", 214)) is REPLACE
 
 
 def test_a_lost_object_below_a_call_is_no_loss_of_the_actor() -> None:
@@ -120,7 +120,7 @@ def test_what_a_constructor_raised_it_would_raise_again() -> None:
     task = exceptions.RayTaskError("__init__", "trace", OSError("no model at /models/gone"), actor_id="ab")
     task._actor_id = "ab"
     died = exceptions.ActorDiedError(task)
-    assert fate(died) is fate(died, ranks=2) is END
+    assert action(died) is action(died, ranks=2) is END
     assert type(typed(died)).__name__ == "WorkerStartFailed"
 
 

@@ -1,4 +1,7 @@
-"""Settings of the judge, and their file, which has Ray Serve's own format, so that ``serve deploy`` accepts it."""
+"""Settings of the applications. Imported before Ray is.
+
+The judge's file has Ray Serve's own format, so that ``serve deploy`` accepts it; ``policy serve`` fills in what describes the run.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,25 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from rayloop.config.model import ModelSettings
 from rayloop.config.settings import SettingsModel, local_path
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.judge.api import MAX_ITEMS
-from rayloop.serve_apps.http_options import HttpOptions as HttpOptions
 
-CONFIGS = Path(__file__).parent / "configs"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MIB = 2**20
+CONFIGS = Path(__file__).parent / "judge" / "configs"
 AbsolutePath = Annotated[str, AfterValidator(lambda text: str(local_path(text)) if text else text)]
 """A path that becomes absolute when it is read: a replica runs in another folder, and so do clients."""
+
+
+class HttpOptions(SettingsModel):
+    """Host and port."""
+
+    host: str = "127.0.0.1"
+    """The interface to listen on; 0.0.0.0 to be reached from other machines, which needs ``key_file``."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Change it when the port is taken. 0: a free one (the ``serve`` commands only)."""
 
 
 class RuleBackendSettings(SettingsModel):
@@ -56,8 +70,8 @@ class VllmBackendSettings(SettingsModel):
     engine: VllmEngineSettings = VllmEngineSettings(max_model_len=8192)
     """As for rollouts. A rubric with its examples has 2,000 to 3,000 tokens."""
     revision: str | None = None
-    """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike. Set a commit in production, so
-    that every replica loads the same model whenever it starts."""
+    """Branch, tag or commit of a model of the Hub: of weights, tokenizer and chat template alike. Set a commit, so that
+    every replica loads the same model whenever it starts."""
     timeout: float = Field(90.0, gt=0)
     """Seconds for one reply. Raise it for a slow model; below ``limits.seconds``."""
     max_tokens: int = Field(512, ge=16)
@@ -72,11 +86,11 @@ class LimitSettings(SettingsModel):
 
     items: int = Field(64, ge=1, le=MAX_ITEMS)
     """Items of one request. Lower it when single requests take too long; clients then ask more often."""
-    bytes: int = Field(4 * 2**20, ge=1024)
+    bytes: int = Field(4 * MIB, ge=1024)
     """Bytes of one request's body. Raise it for long questions and answers."""
-    image: int = Field(20 * 2**20, ge=1024)
+    image: int = Field(20 * MIB, ge=1024)
     """Bytes of one image file. Raise it for large screenshots that are not compressed."""
-    images: int = Field(64 * 2**20, ge=1024)
+    images: int = Field(64 * MIB, ge=1024)
     """Bytes of all image files of one request. Raise it for large batches with images; a replica holds them in memory."""
     seconds: float = Field(120.0, gt=0)
     """Seconds for one request's answer; a client's own budget should be longer. Raise it for slow models."""
@@ -172,3 +186,49 @@ class ServeFile(SettingsModel):
     http_options: HttpOptions = HttpOptions()
     applications: tuple[ApplicationSettings, ...] = Field((ApplicationSettings(),), min_length=1, max_length=1)
     """The judge is the one application that Ray Serve starts from such a file."""
+
+
+class PolicyLimits(SettingsModel):
+    """Limits of what the endpoint accepts. Beyond ``held`` it answers 503 with Retry-After, and clients wait."""
+
+    bytes: int = Field(32 * MIB, ge=1024)
+    """Bytes of one request's body, with its images. Raise it for long histories of large screenshots."""
+    body_seconds: float = Field(10.0, gt=0)
+    """Seconds in which one request's body must arrive. Raise it for clients behind slow lines."""
+    seconds: float = Field(300.0, gt=0)
+    """Seconds for one answer, weight syncs and replaced engines included. Raise it where a weight sync takes long."""
+    choices: int = Field(16, ge=1)
+    """The most answers that one request may ask for (``n``). Raise it to evaluate with many samples."""
+    held: int = Field(256, ge=1)
+    """Answers that are being sampled or wait. Lower it to leave more of the engines to the run that trains."""
+    queued: int = Field(512, ge=1)
+    """Requests that wait in front of the replica (Serve's max_queued_requests). Raise it for many clients at once."""
+    history: int = Field(256 * MIB, ge=0)
+    """Bytes of tokens and images of remembered conversations, which continue with the very tokens that were sampled.
+    Raise it when answers have ``exact: false`` for unchanged conversations."""
+
+
+class PolicyEndpointSettings(SettingsModel):
+    """``args`` of the application: one run, and what its endpoint accepts."""
+
+    run: str
+    """The run's name, which is the model's name for clients."""
+    namespace: str
+    """Ray's namespace of the run's actors, where engines are found by their names."""
+    model: ModelSettings
+    """The run's model, whose chat template and image rules make the tokens."""
+    temperature: float = Field(1.0, gt=0)
+    """The temperature of requests that name none: the run's, so that a foreign loop samples the policy that is trained."""
+    max_tokens: int = Field(64, gt=0)
+    """The limit of sampled tokens for requests that name none: that of a turn of the run."""
+    min_tokens: int = Field(0, ge=0)
+    """Tokens before which an answer cannot end, for requests that name no number: the run's."""
+    tokens: int = Field(8192, gt=1)
+    """The most tokens of a conversation with its answer: those of an episode of the run."""
+    images: int = Field(32, ge=0)
+    """The most images of a conversation: those of an episode of the run."""
+    key_file: str | None = None
+    """The bearer key that clients must show, in a file that only its owner can read; made when it is missing."""
+    insecure: bool = False
+    """Whether an endpoint without a key may be served: then everybody who reaches the port may ask it. For loopback only."""
+    limits: PolicyLimits = PolicyLimits()

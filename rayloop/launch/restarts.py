@@ -1,7 +1,8 @@
-"""Restarts of a program after a failure of the machines (exit code 69), with a growing pause, a limited number of times."""
+"""Restarts: the budget of a rate, and a program that is started again after a failure of the machines (exit code 69)."""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import time
@@ -13,6 +14,34 @@ from rayloop.launch.ray_process import POLL, child
 
 BACKOFF, LONGEST = 15.0, 300.0
 """Seconds of the first pause, which doubles each time, and of the longest."""
+HOUR = 3600.0
+"""Seconds in which an empty budget is full again."""
+
+
+class Budget:
+    """A token bucket: ``per_hour`` units, one comes back every ``HOUR / per_hour`` seconds. ``now``: of a monotonic clock."""
+
+    def __init__(self, per_hour: int) -> None:
+        self.per_hour = per_hour
+        self._left, self._at = float(per_hour), -math.inf
+
+    def left(self, now: float) -> float:
+        """Units left, fractions included."""
+        since = 0.0 if self._at == -math.inf else now - self._at
+        return min(float(self.per_hour), self._left + since * self.per_hour / HOUR)
+
+    def wait(self, now: float) -> float:
+        """Seconds until a unit is left: 0 when one is, infinity for a budget of 0."""
+        if not self.per_hour:
+            return math.inf
+        return max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
+
+    def take(self, now: float) -> None:
+        """Take one unit. Raises ValueError when none is left: ``wait`` first."""
+        left = self.left(now)
+        if left < 0.99:  # a sleep may end a moment early
+            raise ValueError(f"the budget of {self.per_hour} an hour has {left:.3f} left")
+        self._left, self._at = max(0.0, left - 1.0), now
 
 
 def backed_off(signals: StopSignals, before: int) -> bool:
@@ -26,9 +55,9 @@ def backed_off(signals: StopSignals, before: int) -> bool:
 
 
 def supervised(command: Sequence[str], times: int) -> int:
-    """Run ``command``, and again while its exit code is 69, ``times`` times at most. Returns the last exit code.
+    """Run ``command``, and up to ``times`` times again while its exit code is 69. Returns the last exit code.
 
-    SIGTERM and SIGINT, which may come twice, are passed to it as SIGTERM, and nothing is started after them.
+    SIGTERM and SIGINT, which may come twice, are passed on as SIGTERM, and nothing is started after them.
     """
     signals = StopSignals()
     with handling(signals, *STOP):

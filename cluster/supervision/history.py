@@ -1,15 +1,13 @@
-"""Whose fault failing episodes are: the task's, the environment actor's, or nobody's.
+"""Which failures of episodes count against the task, which against the environment actor, and which against neither.
 
-- The task's: two different actors (on two nodes, where they are on several) saw it fail, while other episodes went well or on
-  actors where nothing else fails. It is quarantined when that happened in ``TASK_FAILURES`` groups with no good group between, or
-  at once when ``environment.attempts`` episodes of one group hung.
-- The actor's: episodes of ``ACTOR_FAILURES`` different tasks failed on it one after the other, while episodes went
-  well since it began to serve. It is replaced.
-- Nobody's: when nothing goes well, the environment as a whole is broken. Then no task is quarantined and no actor replaced;
-  the generation budget ends the run and gives the reason.
+- The task: it failed on two actors (on two nodes, if there are), while other episodes went well, or on actors where nothing else
+  fails. It is quarantined after ``TASK_FAILURES`` such groups in a row, or at once when ``environment.attempts`` episodes of one
+  group hung.
+- The actor: episodes of ``ACTOR_FAILURES`` different tasks failed on it in a row, while others went well. It is replaced.
+- Neither: nothing goes well, so the environment is broken. The generation budget ends the run and gives the reason.
 
-An actor is known by its place: its node where the pool is on several, since all actors of a node lack what it lacks; else its
-slot, whose replacement usually is on the same node; in a pool of one its process.
+An actor is counted by its node when the pool is on several, since a node's actors share what it lacks; else by its slot, whose
+replacement usually is on the same node; in a pool of one by its process.
 """
 
 from __future__ import annotations
@@ -22,15 +20,14 @@ from rayloop.core.failures import Cause, Failure, Scope
 from rayloop.run.config import EnvironmentSettings
 
 TASK_FAILURES = 2
-"""Groups in a row: one may be chance, and each more costs a group."""
+"""Groups in a row: one may be chance, and each further one costs a group."""
 ACTOR_FAILURES = 3
-"""Different tasks in a row: two that fail one after another are common among bad rows, three on one actor alone are not."""
+"""Different tasks in a row: two are common among bad rows, three on one actor alone are not."""
 
 
 @dataclass
 class _GroupFailures:
-    """Of a group being played: ``began`` at that many successes; places (and processes) on which its episodes failed, and
-    places on which they hung."""
+    """Failures of a group being played: ``began`` is the number of successes at its start; ``hung``: a place per hung episode."""
 
     began: int
     places: set[int | str] = field(default_factory=set)
@@ -40,14 +37,14 @@ class _GroupFailures:
 
 @dataclass
 class _Service:
-    """Of an actor's process: ``began`` at that many successes; whether one was its own; the tasks that failed since."""
+    """An actor's process: the number of successes when it ``began``, whether it ``served`` one, the tasks failing since."""
 
     began: int
     served: bool = False
     failing: set[str] = field(default_factory=set)
 
 
-class Blame:
+class FailureHistory:
     """One per run. ``groups_failed`` counts the groups in which a task failed since it last went well (checkpointed)."""
 
     def __init__(self, settings: EnvironmentSettings) -> None:
@@ -70,8 +67,7 @@ class Blame:
         service.failing.clear()
 
     def failed(self, group: int, task: str, worker: int, place: int | str, failure: Failure) -> str:
-        """An episode's environment failed at ``place``: the node or the slot of its actor. Returns why that actor is to be
-        replaced, or "" when it is not to blame."""
+        """An episode's environment failed at ``place``, the node or the slot of its actor. Returns why to replace it, or ""."""
         place, found = place if self._settings.actors > 1 else worker, self._groups[group]
         found.places.add(place)
         found.workers.add(worker)
@@ -92,27 +88,27 @@ class Blame:
         self.groups_failed.clear()
 
     def state(self) -> dict[str, int]:
-        """For the checkpoint: plain values. Which processes serve, and which groups they play, is of this run only."""
+        """The part that outlives the run's processes, for the checkpoint."""
         return dict(self.groups_failed)
 
     def restore(self, groups_failed: Mapping[str, int]) -> None:
-        """Become as at a checkpoint, which knows no groups: their numbers are given to other tasks."""
+        """Restore a checkpoint. Its groups' numbers are given to other tasks."""
         self.groups_failed = Counter(groups_failed)
         self._groups.clear()
 
     def forget(self, group: int) -> None:
-        """Nothing more is played under this number, or something else is."""
+        """The group has ended, and its number may be used again."""
         self._groups.pop(group, None)
 
     def hangs(self, group: int) -> str:
-        """Why no further episode of this group should be played, or "": so many of them hung, on more than one place."""
+        """Why no further episode of this group should be played, or "": too many of them hung, on more than one place."""
         hung = self._groups[group].hung if group in self._groups else []
         if len(hung) < max(self._settings.attempts, 2) or len(set(hung)) < 2:
             return ""
         return f"{len(hung)} episodes of its group hung"
 
     def ended(self, group: int, task: str, failed: bool) -> str:
-        """The group is finished; ``failed``: for some of its members the environment did. Why to quarantine the task, or ""."""
+        """The group is finished; ``failed``: the environment of some member. Returns why to quarantine the task, or ""."""
         hangs, found = self.hangs(group), self._groups.pop(group, _GroupFailures(self._successes))
         if not failed:
             del self.groups_failed[task]

@@ -1,4 +1,4 @@
-"""How a run ends before its last step: saved if possible, recorded, typed, with the step that a resume starts from."""
+"""How a run ends before its last step: saved if possible, recorded, and with the step that a resume starts from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import traceback
 from contextlib import suppress
 from typing import Protocol
 
-from rayloop.actors.fates import typed
-from rayloop.actors.lost import brief
+from rayloop.actors.failures import brief, typed
+from rayloop.cluster.loop.saving import Saving
 from rayloop.core import events
 from rayloop.core.failures import (
     AGAIN,
@@ -35,43 +35,34 @@ from rayloop.run.reporter import Reporter
 logger = logging.getLogger(__name__)
 
 SUSPECT = (Diverged, LedgerError, LogprobMismatch, WeightSyncError, AlarmStopped, RunTaken)
-"""Ends after which neither weights nor accounts are to be trusted, or which leave the run to another process: a resume shall
-start from what was saved before."""
+"""Errors after which weights or counts cannot be trusted, or another process has the run: a resume starts from an earlier step."""
 
 
 class Run(Protocol):
-    """What of the driver matters at its end."""
+    """The driver at its end. ``begun``: the step that was restored. ``lost``: a rank died, and no step has been restored since.
+    ``updating``: an update was begun and has not ended."""
 
     config: RunConfig
     reporter: Reporter
     origin: Origin
     ledger: Ledger
+    saving: Saving
     stopping: asyncio.Event
     step: int
     version: Version
     begun: int
-    """The step that was restored."""
     lost: bool
-    """The ranks hold the weights of no step: one of them died, and nothing has been restored since."""
     updating: bool
-    """An update was begun and has not ended."""
 
     async def checkpoint(self, last: bool = False) -> None:
         """Save this step, if ``last`` whether it is due or not."""
-
-    async def settle(self) -> None:
-        """Wait for the checkpoint that is being written. Raises what went wrong with it."""
-
-    def on_disk(self) -> bool:
-        """Whether there is a complete checkpoint of the current version."""
 
 
 async def ended(run: Run, error: Exception) -> RayloopError:
     """Record the end of a run by ``error``, and save it if there is anything to save and the policy lives. Returns what to raise.
 
-    After a stop that is Preempted only when a resume will start from this very step, otherwise NotSaved; what else fails while
-    a run stops is not why it ended, unless it is one of ``SUSPECT``, after which nothing is saved. Else it is the error, typed,
-    with a note about the checkpoint.
+    After a stop: Preempted when a resume will start from this very step, otherwise NotSaved, whatever else failed meanwhile, unless
+    it is one of ``SUSPECT``, after which nothing is saved. Else: the error, typed, with a note about the checkpoint.
     """
     end = typed(error)
     stopped = isinstance(end, Preempted) or (run.stopping.is_set() and not isinstance(end, SUSPECT))
@@ -80,7 +71,7 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     if stopped and run.version.lineage == 0:
         return _recorded(run, run.origin.stopped(run.reporter.folder.last_step), error)
     why = await _save(run, end) if stopped or run.step > run.begun else ""
-    saved = run.on_disk()
+    saved = run.saving.on_disk(run.version)
     if stopped:
         where = f"stopped at step {run.step} of {run.config.steps}"
         again = run.origin.again()
@@ -88,16 +79,16 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     elif run.step or end.exit_code == AGAIN:
         if isinstance(end, Unforeseen):
             end.add_note("its traceback is in events.jsonl")
-        said = f"step {run.step} is saved; " if saved else f"step {run.step} is not saved: {why}; " if why else ""
-        end.add_note(said + run.origin.again())
+        outcome = f"step {run.step} is saved; " if saved else f"step {run.step} is not saved: {why}; " if why else ""
+        end.add_note(outcome + run.origin.again())
     return _recorded(run, end, error)
 
 
 async def _save(run: Run, end: RayloopError) -> str:
-    """Save the step unless it is on disk, when what was being written is. Returns why it could not be."""
+    """Save the step, unless it is being written or on disk. Returns why it could not be saved, or ""."""
     try:
         async with asyncio.timeout(run.config.preemption.grace):
-            await run.settle()
+            await run.saving.settle()
             if why := _unfit(run, end):
                 return why
             await run.checkpoint(last=True)
@@ -122,7 +113,7 @@ def _unfit(run: Run, end: RayloopError) -> str:
 
 
 def _recorded(run: Run, end: RayloopError, error: Exception) -> RayloopError:
-    """On record. A disk on which nothing can be written does not hide why the run ends."""
+    """Write the end to the run folder. A full disk does not hide why the run ends."""
     with suppress(OSError):
         if isinstance(end, Preempted):
             run.reporter.event(events.PreemptedEvent(run.ledger.counts()))

@@ -1,4 +1,4 @@
-"""The ports of one Ray node: a block of its own, so that nodes that share a machine do not meet, and firewalls have a range."""
+"""The network of a node: its address, whether something listens at another, and its block of ports."""
 
 from __future__ import annotations
 
@@ -9,10 +9,47 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 
+CONNECT = 2.0
+"""Seconds for a TCP connection or an HTTP answer."""
 BLOCK = 1000
 """Ports of one node: one for each service, the rest for its workers (a worker process needs one)."""
+
+
+def unreachable(host: str, port: int) -> str:
+    """Why no TCP connection can be made within CONNECT seconds; empty when one can."""
+    try:
+        socket.create_connection((host, port), timeout=CONNECT).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def this_node() -> str | None:
+    """The address under which other machines see this one; None when it has no network. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation (RFC 5737); UDP only looks up the route
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def of_interface(name: str) -> str:
+    """The IPv4 address of a network interface such as ib0. Raises ConfigError with those that there are."""
+    found = {
+        interface: entry.address
+        for interface, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family is socket.AF_INET
+    }
+    if name not in found:
+        there = ", ".join(f"{interface} ({address})" for interface, address in found.items())
+        raise ConfigError(f"--interface {name}: this node has none with an IPv4 address; it has {there or 'no network'}")
+    return found[name]
 
 
 class NoFreePorts(InfrastructureFailure):
@@ -45,9 +82,9 @@ def kernels(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> str:
 
 @contextmanager
 def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
-    """A block of ports within ``low``..``high`` that this node owns until the ``with`` block ends.
+    """A block of ports within ``low``..``high``, owned in the ``with`` block: its first port stays bound, which marks it.
 
-    Its first port stays bound and unused, which marks the block as taken. Raises ConfigError, NoFreePorts.
+    Raises ConfigError, NoFreePorts.
     """
     size = min(BLOCK, high - low + 1)
     if size < 2 * (len(services) + 1):

@@ -1,0 +1,175 @@
+"""What is done about the error of an actor's call, by its class, and such an error in words and as a value.
+
+A test walks through ``ray.exceptions``: a class that a new Ray brings must get its line.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TypeVar
+
+import ray
+from ray import exceptions
+
+from rayloop.core.failures import MachineFailed, PolicyLost, RayloopError, Unforeseen, WorkerLost, WorkerSpent, WorkerStartFailed
+from rayloop.core.types import Ref
+
+T = TypeVar("T")
+
+
+class FailureAction(StrEnum):
+    """What is done about a failure."""
+
+    REPLACE = "replace worker"
+    """The process that was called, or its machine, failed: another process takes its place and does the work."""
+    REBUILD = "rebuild policy"
+    """A rank failed: all ranks are replaced, and the newest checkpoint is restored."""
+    EXCLUDE = "exclude payload"
+    """An object is gone: its trajectory is replaced by another one; weights are synced again."""
+    END = "end typed"
+    """Neither another process nor less data helps: the run saves what it can and ends with this error."""
+
+
+REPLACE, REBUILD, EXCLUDE, END = FailureAction
+ACTIONS: Mapping[type[BaseException], tuple[FailureAction, str]] = MappingProxyType(
+    {
+        exceptions.RayActorError: (REPLACE, "the actor is gone"),
+        exceptions.ActorDiedError: (REPLACE, "its process died, was killed, or its node went"),
+        exceptions.ActorUnavailableError: (REPLACE, "it cannot be reached: a lost message, a broken network, a dying node"),
+        exceptions.AsyncioActorExit: (REPLACE, "it left by itself"),
+        exceptions.OutOfMemoryError: (REPLACE, "Ray's memory monitor ended it"),
+        exceptions.WorkerCrashedError: (REPLACE, "its process ended in the middle of the call"),
+        exceptions.NodeDiedError: (REPLACE, "its node is gone"),
+        exceptions.OutOfDiskError: (REPLACE, "the disk below the object store of its node is full"),
+        exceptions.ObjectStoreFullError: (REPLACE, "the object store of its node is full"),
+        exceptions.ActorUnschedulableError: (REPLACE, "it could not be placed; another attempt may be"),
+        exceptions.RuntimeEnvSetupError: (REPLACE, "its node could not prepare the environment"),
+        exceptions.RaySystemError: (REPLACE, "something in Ray broke on the way"),
+        exceptions.RpcError: (REPLACE, "a message was lost"),
+        exceptions.TaskCancelledError: (REPLACE, "the end of another call took it along; what it did is not known"),
+        exceptions.GetTimeoutError: (REPLACE, "no answer in time"),
+        TimeoutError: (REPLACE, "no answer in time"),
+        MemoryError: (REPLACE, "its process has no memory left"),
+        WorkerLost: (REPLACE, "no answer in time, or it says that it is of no use any more"),
+        PolicyLost: (REBUILD, "a rank died, hung or could not be reached"),
+        exceptions.ObjectLostError: (EXCLUDE, "no copy of the object is left"),
+        exceptions.ObjectFetchTimedOutError: (EXCLUDE, "no copy could be fetched in time"),
+        exceptions.ObjectReconstructionFailedError: (EXCLUDE, "no copy is left, and what made it does not run twice"),
+        exceptions.ObjectFreedError: (EXCLUDE, "it was freed"),
+        exceptions.OwnerDiedError: (EXCLUDE, "who owned it died"),
+        exceptions.ReferenceCountingAssertionError: (EXCLUDE, "Ray has let it go already"),
+        exceptions.PlasmaObjectNotAvailable: (EXCLUDE, "it is not in the object store"),
+        exceptions.LocalRayletDiedError: (END, "the driver's own node is going"),
+        exceptions.ActorPlacementGroupRemoved: (END, "the run's reservation is gone"),
+        exceptions.TaskPlacementGroupRemoved: (END, "the run's reservation is gone"),
+        exceptions.AuthenticationError: (END, "the cluster has another token"),
+        exceptions.RayTaskError: (END, "without a cause below it; with one, the cause counts"),
+        exceptions.RayError: (END, "of no kind that is known"),
+        exceptions.UserCodeException: (END, "code raised"),
+        exceptions.UnserializableException: (END, "what was raised cannot be read here"),
+        exceptions.OufOfBandObjectRefSerializationException: (END, "a reference where none may be"),
+        exceptions.CrossLanguageError: (END, "not used here"),
+        exceptions.TaskUnschedulableError: (END, "not used here: no tasks outside of actors"),
+        exceptions.PendingCallsLimitExceeded: (END, "not used here: calls are not limited"),
+        exceptions.ActorAlreadyExistsError: (END, "two actors of one name"),
+        exceptions.ActorHandleNotFoundError: (END, "a handle of a cluster that was left"),
+        exceptions.ObjectRefStreamEndOfStreamError: (END, "not used here: no streams"),
+        exceptions.StreamingGeneratorReplayInconsistentError: (END, "not used here: no streams"),
+        exceptions.RayChannelError: (END, "not used here: no compiled graphs"),
+        exceptions.RayChannelTimeoutError: (END, "not used here: no compiled graphs"),
+        exceptions.RayCgraphCapacityExceeded: (END, "not used here: no compiled graphs"),
+        exceptions.RayDirectTransportError: (END, "not used here: no direct transport"),
+    }
+)
+"""By class, with the reason. Another class has the action of its nearest base, or END."""
+DEVICE = ("AcceleratorError", "CUDA error")
+"""What torch calls a device that failed for good, which the process never gets back: the type's name, or words of its text."""
+
+
+def cause(error: BaseException) -> BaseException:
+    """The error raised inside the actor, without Ray's wrapping."""
+    while isinstance(error, exceptions.RayTaskError) and error.cause is not None:
+        error = error.cause
+    return error
+
+
+def action(error: BaseException, ranks: int = 0) -> FailureAction:
+    """What is done about the error of a call. ``ranks``: the number of the policy's ranks, if they were called.
+
+    A collective that fails is a RuntimeError on the ranks that live, so with several ranks each RuntimeError counts as a lost rank.
+    A device that is out of memory would be so again.
+    """
+    below = cause(error)
+    if getattr(below, "actor_init_failed", False):  # its constructor raised, which it would do again
+        return END
+    found = next((ACTIONS[kind][0] for kind in type(below).__mro__ if kind in ACTIONS), END)
+    if found is END and isinstance(below, RuntimeError):
+        names = {kind.__name__ for kind in type(below).__mro__}
+        if "OutOfMemoryError" in names:
+            return END
+        if ranks > 1 or DEVICE[0] in names or DEVICE[1] in str(below):
+            found = REPLACE
+    return REBUILD if ranks and found is not END else found
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether the actor, not the work, is the problem."""
+    return action(error) is REPLACE
+
+
+def is_spent(error: BaseException) -> bool:
+    """Whether the actor asks to be replaced, since too many of its threads hang."""
+    return isinstance(cause(error), WorkerSpent)
+
+
+def object_lost(error: BaseException) -> bool:
+    """Whether an object is gone that was fetched, or given to a call."""
+    return action(error) is EXCLUDE
+
+
+def typed(error: BaseException) -> RayloopError:
+    """The RayloopError with which a run ends that cannot go on after ``error``."""
+    below = cause(error)
+    if isinstance(below, RayloopError):
+        return below
+    if getattr(below, "actor_init_failed", False):
+        return WorkerStartFailed(f"an actor did not start: {last_line(below)}")
+    machine = isinstance(below, exceptions.RayError | OSError) or action(below) is not END
+    text = (str(below).strip() or "no message").splitlines()[0]
+    return (MachineFailed if machine else Unforeseen)(f"{type(below).__name__}: {text}")
+
+
+def brief(error: BaseException) -> str:
+    """The first line of what was raised inside the actor, or the name of its type."""
+    return (str(cause(error)).strip() or type(cause(error)).__name__).splitlines()[0]
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's text: Ray puts the remote traceback before it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+
+
+def as_value(error: BaseException) -> exceptions.RayTaskError:
+    """An error as one of the values that a call returns. The caller raises its ``as_instanceof_cause``."""
+    return exceptions.RayTaskError("one of several", "".join(traceback.format_exception(error)), error)
+
+
+def fetch(refs: Sequence[Ref[T]]) -> tuple[dict[Ref[T], T], set[Ref[T]]]:
+    """The values of the references, each fetched once, and the references whose objects are gone."""
+    distinct = list(dict.fromkeys(refs))
+    try:
+        return dict(zip(distinct, ray.get(distinct), strict=True)), set()
+    except Exception as error:
+        if not object_lost(error):
+            raise
+    found: dict[Ref[T], T] = {}
+    for ref in distinct:
+        try:
+            [found[ref]] = ray.get([ref])
+        except Exception as error:
+            if not object_lost(error):
+                raise
+    return found, set(distinct) - found.keys()
