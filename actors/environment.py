@@ -32,8 +32,7 @@ from rayloop.core.failures import (
 )
 from rayloop.core.threads import hanging
 from rayloop.core.types import RolloutRequest, Summary, Trajectory
-from rayloop.envs.episode import play, summarize
-from rayloop.envs.episode import FirstPrompts
+from rayloop.envs.episode import FirstPrompts, play, summarize
 from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 

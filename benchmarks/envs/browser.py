@@ -45,9 +45,8 @@ def _browser(arguments: argparse.Namespace) -> int:
 
 
 async def _measured(pages: int, seconds: float, reload: bool) -> dict[str, float | str]:
-    from rayloop.envs.browser.containment import available
+    from rayloop.envs.browser.containment import BrowserSettings, available
     from rayloop.envs.browser.host import host_of
-    from rayloop.envs.browser.settings import BrowserSettings
 
     settings = {"reload": reload, "browser": {"pages": max(pages, 16), "recycle_episodes": 10**6}}
     kind = EnvironmentKind.model_validate({"use": "rayloop.envs.browser.miniwob:MiniWob", "with": settings})

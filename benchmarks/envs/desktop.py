@@ -18,8 +18,7 @@ import psutil
 from benchmarks.measure import machine, rollup, tree_memory
 from benchmarks.processes import Tree
 from rayloop.core.failures import ConfigError
-from rayloop.envs.desktop.session import Desktop, missing
-from rayloop.envs.desktop.settings import DesktopLimits
+from rayloop.envs.desktop.session import Desktop, DesktopLimits, missing
 
 NOTES = "Documents/notes.txt"
 SHOTS = 5

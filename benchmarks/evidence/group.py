@@ -30,8 +30,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.envs.episode import play
 from rayloop.envs.grammar.actions import Actions, Click
 from rayloop.envs.grammar.scanner import read
-from rayloop.envs.instance import Instance
-from rayloop.envs.instance import Environments
+from rayloop.envs.instance import Environments, Instance
 from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
 from rayloop.transports.settings import ObjectStoreTransport

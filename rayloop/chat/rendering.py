@@ -1,8 +1,7 @@
 """From chat messages to token ids and back, without transformers.
 
-Texts of people, tools and web pages are data: chat markup typed inside it stays plain text, and only the chat template
-itself can put special tokens into a sequence. Observations are rendered as suffixes; history is never rendered again.
-"""
+Chat markup inside messages stays plain text; only the template puts special tokens into a sequence. History is never rendered
+again."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from typing import Any
 
 import jinja2
 
-from rayloop.chat.tokenizer import load_chat_template, read_json
-from rayloop.chat.tokenizer import load_tokenizer, shown
+from rayloop.chat.tokenizer import load_chat_template, load_tokenizer, read_json, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.model_files import resolve
@@ -29,8 +27,7 @@ _VISION = re.compile(r"vision|image|video")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Lone surrogates, as in broken JSON, have no UTF-8 form."""
 KEPT = 1 << 18
-"""Tokens of rendered texts that are kept, some 10 MB: 128 prompts of 2,000. Members of a group show the same, environments repeat
-themselves."""
+"""Tokens of rendered texts that are kept, some 10 MB: members of a group show the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +39,10 @@ class Rendered:
 
 
 class Renderer:
-    """Renders for one model folder. Safe to use from many threads. What members of a group show alike is rendered, and its images
-    are looked at, once.
+    """Renders for one model folder, for many threads; equal texts and images are handled once.
 
-    ``end_tokens`` end a turn, the template's own first; ``banned_tokens`` must not be sampled: vision tokens, and
-    ids without a text; ``image_token`` is the id of which every image has ``ImageRef.tokens``, None for a text-only model.
-
-    Raises ConfigError when a file is missing or the template cannot be extended turn by turn.
-    """
+    ``end_tokens`` end a turn, the template's own first; ``banned_tokens`` must not be sampled (vision tokens, ids without text);
+    ``image_token`` is None for a text-only model. Raises ConfigError for a missing file or a template that rewrites turns."""
 
     def __init__(self, model: ModelSettings, max_image_pixels: int = MAX_PIXELS) -> None:
         folder = resolve(model.path, model.revision).folder
@@ -70,12 +63,9 @@ class Renderer:
         self.end_tokens = self._end_tokens(folder, config)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
-        """The messages and the assistant's header. Images given as files stay files (``PromptImage.data`` is None) unless tinted.
+        """The messages and the assistant's header. Image files stay files (``PromptImage.data`` is None) unless tinted.
 
-        ``tools``: ``{"type": "function", "function": {...}}`` each; the chat template decides what the policy reads of them.
-
-        Raises DataFailure for an unusable image, and for messages that the chat template refuses.
-        """
+        Raises DataFailure for an unusable image, and for messages or ``tools`` (OpenAI's schemas) that the template refuses."""
         images = [self._image(source, keep_file=True) for message in messages for source in message.images]
         try:
             chat = [self._chat(message) for message in messages]
@@ -85,11 +75,9 @@ class Renderer:
         return Rendered(self._expanded(text, images), tuple(images))
 
     def observation(self, messages: Sequence[Message], sampled: TokenIds) -> Rendered:
-        """What follows the turn ``sampled``: the closing tokens it lacks, the messages, the assistant's header.
+        """The closing tokens that ``sampled`` lacks, the messages, the assistant's header. Images carry their bytes.
 
-        Images always carry their bytes. Raises DataFailure for an unusable image, ConfigError when the template refuses
-        the messages or rewrites what came before them.
-        """
+        Raises DataFailure for an unusable image, ConfigError when the template refuses messages or rewrites earlier ones."""
         images = [self._image(source, keep_file=False) for message in messages for source in message.images]
         try:
             text = self._template([*_DUMMY, *map(self._chat, messages)], generation=True)

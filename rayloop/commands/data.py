@@ -18,7 +18,7 @@ from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import write_whole
 from rayloop.data.published import prepare
 from rayloop.data.validation import Length, check, leaks
-from rayloop.measure.solved import solved_tasks
+from rayloop.measure.controls import solved_tasks
 from rayloop.run.config import RunConfig, read
 from rayloop.run.held_out import read_items
 from rayloop.run.lifetime import right

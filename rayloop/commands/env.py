@@ -1,22 +1,32 @@
-"""``env list|play``: which environments there are, and one of them by hand."""
+"""``env list|play``: which environments there are, and one episode of them played by a person."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from rayloop.commands.arguments import add_overrides
 from rayloop.core.failures import ConfigError
-from rayloop.core.types import Task
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import ImageSource, Task
 from rayloop.data.dataset import Dataset
+from rayloop.data.images import decode, png, probe
 from rayloop.envs.catalog import FAMILIES, family, playable
-from rayloop.envs.settings import EnvironmentKind
+from rayloop.envs.instance import Environments, Instance
+from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 from rayloop.run.config import read
+from rayloop.view.pictures import Colours, blocks, colours
+from rayloop.view.words import visible
 
 PLAYED = Path("runs/play")
+QUIT = ("quit", "exit")
+DEFAULTS = EpisodeSettings()
+Ask = Callable[[], str | None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +62,6 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _play(arguments: argparse.Namespace) -> int:
-    from rayloop.commands.env import QUIT, PictureView, keyboard, play, shown_as
-
     turn: Callable[[str], str] = str
     example = ""
     if Path(arguments.name).suffix in (".yaml", ".yml"):
@@ -63,15 +71,15 @@ def _play(arguments: argparse.Namespace) -> int:
     else:
         found, kind, task = playable(arguments.name, arguments.seed)
         example, turn = found.example, found.turn
-    colours = None if arguments.pictures else shown_as()
-    pictures = PictureView(arguments.pictures or PLAYED / f"{task.id}".replace("/", "-"), colours, print)
-    typed = sys.stdin.isatty()
+    shown_in = None if arguments.pictures else colours(os.environ, sys.stdout.isatty())
+    pictures = PictureView(arguments.pictures or PLAYED / task.id.replace("/", "-"), shown_in)
+    echo = not sys.stdin.isatty()
 
     def ask() -> str | None:
-        line = keyboard(echo=not typed)
+        line = _keyboard(echo)
         return line if line is None or not line.strip() or line.strip() in QUIT else turn(line)
 
-    asyncio.run(play(kind, task, ask, print, pictures, example))
+    asyncio.run(_episode(kind, task, ask, pictures, example))
     return 0
 
 
@@ -84,3 +92,74 @@ def _of_run(file: Path, overrides: list[str], row: int) -> tuple[EnvironmentKind
         raise ConfigError(f"--row {row}: {config.data.train} has {len(dataset)} usable rows")
     task = dataset[row - 1]
     return kinds.get(task.environment, default), task
+
+
+def _keyboard(echo: bool) -> str | None:
+    """The next line; None at the end of input. ``echo`` prints it too, for input that no terminal shows."""
+    print("> ", end="", flush=True)
+    line = sys.stdin.readline()
+    if echo or not line:
+        print(visible(line.rstrip("\n")), flush=True)
+    return line.rstrip("\n") if line else None
+
+
+class PictureView:
+    """Shows a picture: as half blocks where the terminal has colours, else as a file in ``folder``."""
+
+    def __init__(self, folder: Path, kind: Colours | None) -> None:
+        self._folder, self._kind = folder, kind
+        self._shown = 0
+
+    def show(self, source: ImageSource) -> None:
+        """Raises DataFailure for what is no picture."""
+        data, width, height = probe(source)
+        picture = decode(data)
+        if self._kind is not None:
+            room = shutil.get_terminal_size()
+            columns = min(room.columns, max(40, 2 * (room.lines - 8) * width // height))
+            print(blocks(picture, columns, self._kind))
+            return
+        self._shown += 1
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"{self._shown:02d}.png"
+        file.write_bytes(png(picture))
+        print(f"picture of {width}x{height} pixels: {file}")
+
+
+async def _episode(kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView, example: str) -> None:
+    """Play until the environment ends the episode, or ``ask`` gives None or ``quit``. Raises what the environment raises."""
+    environments = Environments(kind, {})
+    instance = environments.of(task)
+    try:
+        await instance.make(DEFAULTS.reset_timeout)
+        _show(await instance.call("reset", task, timeout=DEFAULTS.reset_timeout), pictures)
+        print(f"Type what the policy would, one turn a line{f', such as {example}' if example else ''}; quit ends it.")
+        await _turns(instance, ask, pictures)
+        result = await instance.call("evaluate", timeout=DEFAULTS.step_timeout)
+        print("the environment gives no result" if result is None else f"result: {result:g}")
+    finally:
+        await instance.close(DEFAULTS.reset_timeout)
+        environments.end()
+
+
+async def _turns(instance: Instance, ask: Ask, pictures: PictureView) -> None:
+    while (text := ask()) is not None and text.strip().lower() not in QUIT:
+        if not text.strip():
+            continue
+        step: StepResult = await instance.call("step", text, timeout=DEFAULTS.step_timeout)
+        if step.error is not None:
+            print(f"not carried out: {visible(step.error)}")
+        if step.observation is not None:
+            _show(step.observation, pictures)
+        if step.done or step.observation is None:
+            print("the episode is over")
+            return
+
+
+def _show(observation: Observation, pictures: PictureView) -> None:
+    for message in observation.messages:
+        for part in message.parts:
+            if isinstance(part, str):
+                print(f"{message.role}: {visible(part)}")
+            else:
+                pictures.show(part)

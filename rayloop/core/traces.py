@@ -1,8 +1,4 @@
-"""Traces: conversations that a loop outside of rayloop played with the policy, as aligned arrays that become trajectories.
-
-A trace is one branch of a conversation as aligned arrays: its tokens, which of them the policy sampled, their log-probs. The
-policy's endpoint records them, harnesses such as verifiers keep them, and ``branches`` puts them together from chat completions.
-"""
+"""Traces: conversations of loops outside of rayloop as aligned arrays, one branch each, that become trajectories."""
 
 from __future__ import annotations
 
@@ -22,9 +18,9 @@ FINISHES = {"stop": FinishReason.END_TOKEN, "tool_calls": FinishReason.END_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """``token_ids`` [T]; ``sampled_mask`` [T], True = sampled by the policy; ``logprobs`` [T] (natural log), or of the sampled ones
-    only. ``versions`` and ``finishes`` are of each run of sampled tokens, in order; ``images`` in the order of their image tokens.
-    """
+    """``token_ids`` [T]; ``sampled_mask`` [T]; ``logprobs`` [T] (natural log), or of the sampled tokens only.
+
+    ``versions`` and ``finishes`` belong to the runs of sampled tokens, ``images`` to the image tokens, in order."""
 
     token_ids: TokenIds
     sampled_mask: tuple[bool, ...]
@@ -33,6 +29,17 @@ class Trace:
     finishes: tuple[FinishReason, ...] = ()
     images: tuple[ImageRef, ...] = ()
     image_bytes: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __add__(self, other: Trace) -> Trace:
+        """The tokens of both, one after the other; the images of the first."""
+        return replace(
+            self,
+            token_ids=self.token_ids + other.token_ids,
+            sampled_mask=self.sampled_mask + other.sampled_mask,
+            logprobs=self.logprobs + other.logprobs,
+            versions=self.versions + other.versions,
+            finishes=self.finishes + other.finishes,
+        )
 
     @classmethod
     def of(cls, turns: Sequence[Turn], image_bytes: Mapping[str, bytes]) -> Trace:
@@ -91,11 +98,9 @@ class Trace:
         end_reason: EndReason = EndReason.DONE,
         env_result: float | None = None,
     ) -> Trajectory:
-        """What the trainer takes. ``sampling`` is what the endpoint sampled with (temperature, end and banned tokens);
-        ``image_token`` is ``Renderer.image_token``, which says where images stand.
+        """The trainer's form. ``sampling`` is the endpoint's; ``image_token`` is ``Renderer.image_token``.
 
-        Raises DataFailure where arrays, versions or images do not agree with each other.
-        """
+        Raises DataFailure where arrays, versions or images do not agree."""
         logprobs = self._checked()
         turns: list[Turn] = []
         images, at, run = iter(self.images), 0, 0
@@ -138,11 +143,10 @@ class Trace:
 
 
 def branches(answers: Iterable[Mapping[str, Any]]) -> list[Trace]:
-    """The traces that chat completions of the endpoint make up, in the order in which they were given.
+    """The traces of chat completions that were asked with ``return_token_ids`` and ``logprobs``, in their order.
 
-    An answer whose prompt begins with all tokens of an earlier one continues it; any other begins a branch of its own, as does each
-    choice of several. They were asked with ``return_token_ids`` and ``logprobs``. Raises DataFailure where these are missing.
-    """
+    An answer whose prompt begins with all tokens of an earlier one continues it; any other, and each further choice, begins a
+    branch. Raises DataFailure."""
     ends: list[tuple[Trace, bool]] = []  # and whether another one continues it
     for answer in answers:
         try:
@@ -157,16 +161,14 @@ def branches(answers: Iterable[Mapping[str, Any]]) -> list[Trace]:
             default=None,
         )
         if number is None:
-            begun = Trace(prompt, (False,) * len(prompt), (0.0,) * len(prompt), ())
+            begun = _given(prompt)
         else:
-            begun, _ = ends[number]
-            ends[number] = begun, True
-            rest = len(prompt) - len(begun.token_ids)
-            mask, values = (False,) * rest, (0.0,) * rest
-            begun = replace(begun, token_ids=prompt, sampled_mask=begun.sampled_mask + mask, logprobs=begun.logprobs + values)
+            earlier, _ = ends[number]
+            ends[number] = earlier, True
+            begun = earlier + _given(prompt[len(earlier.token_ids) :])
         kept = {ref.sha256: base64.b64decode(data) for ref, data in images if data}
         begun = replace(begun, images=tuple(ref for ref, _ in images), image_bytes={**begun.image_bytes, **kept})
-        ends += [(_with(begun, *choice), False) for choice in choices]
+        ends += [(begun + choice, False) for choice in choices]
     return [end for end, continued in ends if not continued]
 
 
@@ -176,24 +178,19 @@ def version_of(text: str) -> Version:
     return Version(int(lineage), int(step))
 
 
-def _with(trace: Trace, tokens: TokenIds, logprobs: tuple[float, ...], version: Version, finish: FinishReason) -> Trace:
-    return replace(
-        trace,
-        token_ids=trace.token_ids + tokens,
-        sampled_mask=trace.sampled_mask + (True,) * len(tokens),
-        logprobs=trace.logprobs + logprobs,
-        versions=(*trace.versions, version),
-        finishes=(*trace.finishes, finish),
-    )
-
-
-def _choice(choice: Mapping[str, Any]) -> tuple[TokenIds, tuple[float, ...], Version, FinishReason]:
-    """Raises KeyError, TypeError, ValueError."""
+def _choice(choice: Mapping[str, Any]) -> Trace:
+    """The sampled tokens alone. Raises KeyError, TypeError, ValueError."""
     finish = FINISHES[choice["finish_reason"]]
     if choice.get("stop_reason") is not None:
         finish = FinishReason.STOP_STRING
     logprobs = tuple(float(token["logprob"]) for token in choice["logprobs"]["content"])
-    return tuple(choice["token_ids"]), logprobs, version_of(choice["weight_version"]), finish
+    tokens = tuple(choice["token_ids"])
+    return Trace(tokens, (True,) * len(tokens), logprobs, (version_of(choice["weight_version"]),), (finish,))
+
+
+def _given(tokens: TokenIds) -> Trace:
+    """Tokens that were not sampled."""
+    return Trace(tokens, (False,) * len(tokens), (0.0,) * len(tokens), ())
 
 
 def image_json(image: ImageRef) -> dict[str, Any]:

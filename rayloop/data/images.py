@@ -105,8 +105,14 @@ def tinted(data: bytes, strength: float) -> bytes:
     height, width, _ = pixels.shape
     pixels[..., 0] += 255 * strength * np.linspace(0, 1, width, dtype=np.float32)
     pixels[..., 2] += 255 * strength * np.linspace(0, 1, height, dtype=np.float32)[:, None]
+    return png(Image.fromarray(pixels.round().astype(np.uint8)))
+
+
+
+def png(image: Image.Image) -> bytes:
+    """The image as a PNG, compressed little: it is decoded again soon."""
     file = io.BytesIO()
-    Image.fromarray(pixels.round().astype(np.uint8)).save(file, "PNG", compress_level=1)
+    image.save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 

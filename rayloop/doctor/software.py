@@ -12,8 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from rayloop.doctor.finding import Finding
-from rayloop.envs.browser.containment import Confinement, available
-from rayloop.envs.browser.settings import BrowserSettings
+from rayloop.envs.browser.containment import BrowserSettings, Confinement, available
 from rayloop.envs.desktop.session import missing
 from rayloop.sandbox import bubblewrap
 from rayloop.sandbox.levels import Reached, reached

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from PIL import Image, ImageDraw
 
 from rayloop.core.failures import ConfigError, EnvironmentFailed
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.images import png
 from rayloop.envs.settings import EnvironmentKind
 
 SIDE, RADIUS = 640, 7
@@ -20,20 +20,18 @@ SIDE, RADIUS = 640, 7
 
 @dataclass(frozen=True)
 class Family:
-    """Environments of one sort, and their tasks. Equal seeds give equal tasks."""
+    """Environments of one sort, and their tasks. Equal seeds give equal tasks.
+
+    ``about`` and ``example`` (a turn that a person may type) are shown; ``task`` makes a task from a name and a seed, ``turn`` the
+    policy's text from a typed line."""
 
     about: str
-    """A line that says what they are, and what they need."""
     example: str
-    """A turn that a person may type."""
     names: Sequence[str]
-    """Of the tasks."""
     use: str
     settings: Mapping[str, Any]
     task: Callable[[str, int], Task]
-    """From a name and a seed."""
     turn: Callable[[str], str]
-    """From a typed line to the text of the policy that it stands for."""
 
     def play(self, name: str, seed: int) -> tuple[EnvironmentKind, Task]:
         """The environment of a task, and the task. ``name`` is one of ``names``."""
@@ -148,9 +146,7 @@ def dots(seed: int) -> tuple[bytes, int]:
     for cell in cells:
         x, y = (SIDE // 10 * part + SIDE // 20 for part in divmod(cell, 10))
         ImageDraw.Draw(picture).ellipse((x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), fill="black")
-    encoded = io.BytesIO()
-    picture.save(encoded, "PNG")
-    return encoded.getvalue(), len(cells)
+    return png(picture), len(cells)
 
 
 def _task(name: str, seed: int, *parts: str | ImageSource, **more: Any) -> Task:

@@ -1,16 +1,15 @@
-"""The one episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons.
+"""The episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons.
 
-After a sampled turn the reasons to end are looked at in this order: over_length (the episode's token limit cut the
-turn), tool_deadline, action_error, done, max_turns, over_length (the observation leaves no room for another turn),
-max_images. What was sampled is never altered: a turn keeps its tokens, and closing tokens that it lacks open the next
-observation. With ``when_full: forget`` the context begins anew without its oldest images (``Turn.restart``) instead of max_images.
-"""
+Reasons to end are checked in this order: over_length (the token limit cut the turn), tool_deadline, action_error, done, max_turns,
+over_length (no room for another turn), max_images. Sampled tokens are never altered."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar
@@ -29,7 +28,7 @@ from rayloop.core.failures import (
     ToolDeadline,
 )
 from rayloop.core.protocols import Observation, StepResult
-from rayloop.core.threads import in_thread
+from rayloop.core.threads import asked, in_thread, settle, start, within
 from rayloop.core.types import (
     Completion,
     EndReason,
@@ -40,13 +39,12 @@ from rayloop.core.types import (
     Sampling,
     Summary,
     Task,
+    TokenIds,
     TokenPrompt,
     Trajectory,
     Turn,
     derive,
 )
-from rayloop.envs.episode import FirstPrompts
-from rayloop.envs.forgetting import Exchange, begun_anew
 from rayloop.envs.instance import Instance
 from rayloop.envs.settings import EpisodeSettings
 
@@ -54,9 +52,73 @@ Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
 Result = TypeVar("Result")
 
 CLOSE_TIMEOUT = 60.0
-"""Seconds for ``close``; beyond it the environment is left to itself, or killed with its own process. The episode counts."""
+"""Seconds for ``close``; beyond it the environment is left, or killed with its own process. The episode counts."""
 
 logger = logging.getLogger(__name__)
+
+
+_Shown = tuple[tuple[Message, ...], list[Mapping[str, Any]]]
+
+
+class FirstPrompts:
+    """The prompts of one call. An episode that shows something else is rendered by itself."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._rendered: list[tuple[_Shown, Future[Rendered], threading.Thread]] = []
+
+    async def of(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], timeout: float) -> Rendered:
+        """``Renderer.prompt`` in a thread, awaited for at most ``timeout`` seconds. Raises as it does, and DeadlineExceeded."""
+        shown = tuple(messages), list(tools)
+        for other, answer, thread in self._rendered:
+            if other == shown:
+                return await within(timeout, answer, thread)
+        answer = asked()
+        thread = start(lambda: settle(answer, lambda: self._renderer.prompt(*shown)))
+        self._rendered.append((shown, answer, thread))
+        return await within(timeout, answer, thread)
+
+
+FORGOTTEN = "(this image is no longer shown)"
+"""Stands where an image was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A turn of the policy, and the observation that followed."""
+
+    sampled: TokenIds
+    messages: Sequence[Message]
+    rendered: Rendered
+
+
+def begun_anew(
+    renderer: Renderer, prompt: Rendered, exchanges: Sequence[Exchange], sampled: TokenIds, room: int
+) -> Rendered | None:
+    """The context up to the turn ``sampled`` with at most ``room`` images; None when the prompt's alone are more.
+
+    The newest observations keep images, as many as fill half of the room: so this is done once in several turns, and engines find
+    most of a context in their caches."""
+    if len(prompt.images) > room:
+        return None
+    left = (room - len(prompt.images)) // 2
+    kept = list[Rendered]()
+    for exchange in reversed(exchanges):
+        left -= len(exchange.rendered.images)
+        kept.append(exchange.rendered if left >= 0 else _forgotten(renderer, exchange))
+    tokens, images = list(prompt.token_ids), list(prompt.images)
+    for exchange, rendered in zip(exchanges, reversed(kept), strict=True):
+        tokens += [*exchange.sampled, *rendered.token_ids]
+        images += rendered.images
+    return Rendered((*tokens, *sampled), tuple(images))
+
+
+def _forgotten(renderer: Renderer, exchange: Exchange) -> Rendered:
+    messages = [
+        dataclasses.replace(message, parts=tuple(p if isinstance(p, str) else FORGOTTEN for p in message.parts))
+        for message in exchange.messages
+    ]
+    return renderer.observation(messages, exchange.sampled) if exchange.rendered.images else exchange.rendered
 
 
 async def play(
@@ -69,9 +131,7 @@ async def play(
 ) -> Trajectory:
     """Make the environment, play one episode and close it, also when cancelled. ``prompts`` is shared with others of its call.
 
-    Raises DataFailure (the task's messages or images), OverLongPrompt, EnvironmentHung (a deadline passed),
-    EnvironmentFailed (the environment raised, misbehaved or crashed), and whatever ``generate`` raises.
-    """
+    Raises DataFailure, OverLongPrompt, EnvironmentHung, EnvironmentFailed, and whatever ``generate`` raises."""
     episode = _Episode(request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer))
     try:
         return await episode.run()
@@ -176,7 +236,7 @@ class _Episode:
         return completion
 
     async def _observe(self, messages: Sequence[Message], completion: Completion) -> EndReason | None:
-        """Append an observation if it fits. An image that the policy's action made unusable is an action error."""
+        """Append an observation if it fits; an image that the action made unusable is an action error."""
         try:
             rendered = await in_thread(
                 self.renderer.observation, messages, completion.token_ids, timeout=self.settings.step_timeout
@@ -229,7 +289,7 @@ class _Episode:
         return await self._blamed(method, self.environment.call(method, *args, timeout=timeout))
 
     async def _blamed(self, method: str, call: Awaitable[Result]) -> Result:
-        """What a call of the environment returns. Its errors count as infrastructure, unless they blame the data or the action."""
+        """What a call returns. Its errors count as infrastructure, unless they blame the data or the action."""
         what = f"{self.environment.name}.{method} of task {self.request.task.id}"
         try:
             return await call
@@ -259,10 +319,9 @@ class _Episode:
 
 
 def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: int | None) -> Summary:
-    """What the driver gets of a trajectory. ``image_token`` is ``Renderer.image_token``; ``seconds`` is the episode's wall time.
+    """The driver's summary of a trajectory that took ``seconds``. ``image_token`` is ``Renderer.image_token``.
 
-    ``images_consistent``: the sequence has exactly as many image tokens as its images stand for.
-    """
+    ``images_consistent``: the sequence has exactly as many image tokens as its images stand for."""
     sampled, shown = trajectory.sampled_turns, [turn for turn in trajectory.turns if not turn.restart]
     lengths = [len(turn.token_ids) for turn in trajectory.turns]
     first = next(i for i, turn in enumerate(trajectory.turns) if turn.sampled)

@@ -1,18 +1,13 @@
-"""The start of an environment's process: a small process beside it ends both, and all they started, when the actor is gone.
+"""The start of an environment's process: a forked watcher kills both, and all they started, when the actor is gone.
 
-That works too when the environment keeps the interpreter lock, is stopped, or is killed together with the actor. Imports nothing,
-since the process beside is forked first.
-"""
+That also works when the environment holds the interpreter lock or is stopped. Imports nothing, since it forks first."""
 
 import os
 import signal
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Serve ``connection`` until the actor, which alone has the other end of ``lifeline``, is gone. In a session of its own.
-
-    Both are numbers of open sockets.
-    """
+    """Serve the socket ``connection`` until the actor, which alone has the other end of the socket ``lifeline``, is gone."""
     for descriptor in (connection, lifeline):
         os.set_inheritable(descriptor, False)
     if os.fork() == 0:

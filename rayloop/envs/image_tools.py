@@ -1,12 +1,9 @@
-"""Tools that look at images: crop, zoom, rotate, inspect and wait, chosen by name, each giving an image back.
+"""Tools that look at images: crop, zoom, rotate, inspect and wait, chosen by name, each returning an image.
 
-The rules for boxes are DeepEyes': clamped to the image, no side too short, not too long and thin. Boxes are fractions of the
-image or its own pixels, never those of the copy that the model is shown, and which of the two is a setting, not guessed.
-"""
+Boxes follow DeepEyes' rules (clamped, no side too short, not too thin), in fractions or pixels of the original image."""
 
 from __future__ import annotations
 
-import io
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +16,7 @@ from pydantic import Field, model_validator
 
 from rayloop.core.protocols import Tool, ToolResult
 from rayloop.core.types import ImageSource, Task
-from rayloop.data.images import decode, read
+from rayloop.data.images import decode, png, read
 from rayloop.envs.tools import ToolCalls, ToolError
 
 Name = Literal["crop", "zoom", "rotate", "inspect", "wait"]
@@ -35,18 +32,17 @@ class ImageTools(ToolCalls):
         """Which tools the policy has, and what boxes may be."""
 
         image_tools: tuple[Name, ...] = ("crop",)
-        """Which of the tools for images the policy has, in this order: crop and zoom look closer, rotate turns, inspect measures,
-        wait asks for the screen some seconds later."""
+        """Which tools the policy has, in this order: crop, zoom, rotate, inspect (measures a box), wait (shows the image later)."""
         coordinates: Literal["fraction", "pixel"] = "fraction"
         """What boxes are in: fractions of width and height (Arc Vision), or pixels of the original image (DeepEyes)."""
         min_side: int = Field(28, ge=1)
-        """A box with a side of fewer pixels is refused: it would be enlarged from almost nothing. DeepEyes has 31."""
+        """A box with a shorter side, in pixels, is refused, since it would be enlarged from almost nothing. DeepEyes has 31."""
         max_aspect: float = Field(100.0, ge=1)
-        """A box whose one side is more than this many times the other is refused, as processors of images refuse it."""
+        """A box whose one side is more than this many times the other is refused, as image processors do."""
         max_zoom: float = Field(4.0, ge=1)
-        """Largest factor that ``zoom`` enlarges by. Raise it for screens with very small writing."""
+        """Largest factor of ``zoom``. Raise it for screens with very small writing."""
         wait_limit: float = Field(5.0, gt=0)
-        """Seconds that an episode may spend in ``wait`` altogether, really spent. Keep it below ``tool_timeout``."""
+        """Seconds that an episode may really spend in ``wait``. Keep it below ``tool_timeout``."""
 
         @model_validator(mode="after")
         def _waits_in_time(self) -> ImageTools.Settings:
@@ -84,11 +80,9 @@ class ImageTool:
 
 
 class Album:
-    """The images of one episode, numbered in the order in which the policy saw them, and what can be done with them.
+    """The images of one episode, numbered in the order in which the policy saw them, and the tools' functions.
 
-    It is given bytes, since tools run under a deadline of their own: a file system that hangs must not count as the policy's
-    doing.
-    """
+    The images are bytes: a file system that hangs must not count as a tool that hangs."""
 
     def __init__(self, images: Sequence[bytes], settings: ImageTools.Settings) -> None:
         self._images, self._settings = list(images), settings
@@ -137,10 +131,7 @@ class Album:
         return self._shown(small.rotate(angle, Image.Resampling.BICUBIC, expand=True, fillcolor="white"))
 
     def inspect(self, box: Any, image: int = 0) -> ToolResult:
-        """The whole image with the box marked, and the box's size, place, mean colour and contrast (WCAG 2, 1 to 21).
-
-        Raises ToolError.
-        """
+        """The whole image with the box marked, its size, place, mean colour and contrast (WCAG 2, 1 to 21). Raises ToolError."""
         found = self._image(image)
         left, top, right, bottom = edges = self._edges(box, found)
         pixels = np.asarray(found.crop(edges), np.float64)
@@ -153,13 +144,9 @@ class Album:
         )
         marked = found.copy()
         line = max(2, min(found.size) // 200)
-        outline = (
-            max(left - line, 0),
-            max(top - line, 0),
-            min(right + line, found.width) - 1,
-            min(bottom + line, found.height) - 1,
-        )
-        ImageDraw.Draw(marked).rectangle(outline, outline="red", width=line)
+        low = max(left - line, 0), max(top - line, 0)
+        high = min(right + line, found.width) - 1, min(bottom + line, found.height) - 1
+        ImageDraw.Draw(marked).rectangle((low, high), outline="red", width=line)
         return self._shown(marked, text)
 
     def wait(self, seconds: float, image: int = 0) -> ToolResult:
@@ -195,11 +182,10 @@ class Album:
 
     def _shown(self, image: Image.Image, text: str = "") -> ToolResult:
         """The image, as the next of the album."""
-        encoded = io.BytesIO()
-        image.save(encoded, "PNG", compress_level=1)
-        self._images.append(encoded.getvalue())
+        encoded = png(image)
+        self._images.append(encoded)
         number = f"image {len(self._images) - 1}: {image.width}x{image.height} pixels"
-        return ToolResult(f"{text}; {number}" if text else number, (ImageSource(data=encoded.getvalue()),))
+        return ToolResult(f"{text}; {number}" if text else number, (ImageSource(data=encoded),))
 
 
 def _fitting(width: int, height: int, most: int) -> tuple[int, int]:
@@ -219,12 +205,8 @@ def _number(description: str, least: float, most: float, **more: Any) -> dict[st
     return {"type": "number", "description": description, "minimum": least, "maximum": most, **more}
 
 
-_IMAGE = {
-    "type": "integer",
-    "minimum": 0,
-    "default": 0,
-    "description": "which image: 0 is the first, and each result is the next one",
-}
+_WHICH = "which image: 0 is the first, and each result is the next one"
+_IMAGE = {"type": "integer", "minimum": 0, "default": 0, "description": _WHICH}
 _FOUR: dict[str, Any] = {"type": "array", "minItems": 4, "maxItems": 4}
 _BOXES: Mapping[str, dict[str, Any]] = {
     "fraction": {

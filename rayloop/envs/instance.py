@@ -1,24 +1,25 @@
-"""One environment while it lives: made, called and closed by the one thread that owns it, here or in a process of its own; or, when
-its class is ``immediate``, by the event loop."""
+"""One environment while it lives: made, called and closed by a thread of its own, a process, or the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from rayloop.core.failures import DeadlineExceeded, EnvironmentFailed
+from rayloop.core.failures import DataFailure, DeadlineExceeded, EnvironmentFailed
 from rayloop.core.protocols import Environment
 from rayloop.core.threads import OwnerThread, contained
+from rayloop.core.types import Task
+from rayloop.envs.process import IdleWorkers, InProcess
+from rayloop.envs.settings import EnvironmentKind
 from rayloop.envs.tools import schemas
 
 
 class Instance(Protocol):
     """An environment as the episode loop sees it. Each call waits at most ``timeout`` seconds.
 
-    ``name`` is that of its class. ``contained``: it has a process of its own, so a hang or a crash costs no other episode.
-    """
+    ``contained``: it has a process of its own, so a hang or a crash costs no other episode."""
 
     name: str
     contained: bool
@@ -77,8 +78,7 @@ class _Here:
 
 
 class Immediate(_Here):
-    """For a class that is ``immediate``: called on the event loop itself, without a thread. A call is over when it returns: no
-    deadline can interrupt it, and a coroutine is refused (EnvironmentFailed)."""
+    """For an ``immediate`` class: called on the event loop, without a deadline. Raises EnvironmentFailed for a coroutine."""
 
     async def _run(self, timeout: float, method: str, function: Callable[[], Any]) -> Any:
         result = contained(function)
@@ -90,10 +90,7 @@ class Immediate(_Here):
 
 
 class InThread(_Here):
-    """``isolation: thread``: one thread of this process for the whole life of the instance.
-
-    A call that does not return, or whose episode is cancelled, keeps its thread; ``close`` then waits in that thread's queue.
-    """
+    """``isolation: thread``: one thread of this process. A call that hangs or is cancelled keeps it; ``close`` then queues."""
 
     def __init__(self, name: str, build: Callable[[], Environment]) -> None:
         super().__init__(name, build)
@@ -116,3 +113,26 @@ class InThread(_Here):
         except (DeadlineExceeded, asyncio.CancelledError):
             self._stuck = True
             raise
+
+
+class Environments:
+    """Makes an instance of the kind that a task names, or of ``default`` when it names none or there are no ``kinds``."""
+
+    def __init__(self, default: EnvironmentKind, kinds: Mapping[str, EnvironmentKind]) -> None:
+        self._default, self._kinds = default, kinds
+        self._workers = IdleWorkers()
+
+    def of(self, task: Task) -> Instance:
+        """A new instance, not made yet; it must be closed. Raises DataFailure for an unknown kind."""
+        kind = self._default
+        if self._kinds and task.environment:
+            if task.environment not in self._kinds:
+                raise DataFailure(task.id, f"environment.kinds has no {task.environment!r}, which the task names")
+            kind = self._kinds[task.environment]
+        if kind.isolation == "process":
+            return InProcess(kind, self._workers)
+        return (Immediate if kind.immediate else InThread)(kind.name, kind.build)
+
+    def end(self) -> None:
+        """End the processes that wait for their next instance."""
+        self._workers.end()

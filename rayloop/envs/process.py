@@ -1,9 +1,6 @@
-"""``isolation: process``: an environment in a process of its own, which can be ended without harm to any other.
+"""``isolation: process``: an environment in a process of its own (guard.py, worker.py), without torch and Ray, in its own session.
 
-The process (rayloop/envs/guard.py, worker.py) starts without torch and without Ray, in a session of its own. It is used again
-for other instances unless something hangs in it, and is killed with all that it started when a call does not return. It ends
-with the process that started it.
-"""
+The process is used again for other instances, is killed with all that it started when a call hangs, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -46,10 +43,9 @@ class WorkerProcess:
         self.pid = self._process.pid
 
     async def ask(self, op: str, timeout: float, *arguments: object) -> tuple[bool, Any]:
-        """Whether that succeeded, and what it returned or raised. Raises DeadlineExceeded, EnvironmentFailed when it has ended.
+        """Whether the call succeeded, and what it returned or raised. A failure kills the process.
 
-        When this raises, cancellation included, the process is killed.
-        """
+        Raises DeadlineExceeded, and EnvironmentFailed when the process has ended."""
         try:
             content = pickle.dumps(arguments)
             answer, [packed] = await in_thread(self._channel.ask, op, timeout, [content], timeout=timeout + DYING)
@@ -65,7 +61,7 @@ class WorkerProcess:
             raise
 
     def idle(self) -> bool:
-        """Whether it lives: its end of the connection is open, and nothing has come from there without a call."""
+        """Whether it lives: the connection is open, and nothing came without a call."""
         self._socket.setblocking(False)
         with suppress(ConnectionError):
             try:
@@ -103,7 +99,7 @@ class WorkerProcess:
 
 
 class IdleWorkers(list[WorkerProcess]):
-    """Processes that wait for their next instance: as many as there were at once. The last to come is the first to go."""
+    """Processes that wait for their next instance; the last to come is the first to go."""
 
     def take(self) -> tuple[WorkerProcess, bool]:
         """One that seems to live, and True; a new one, and False, when there is none."""
@@ -129,7 +125,7 @@ class InProcess:
         self._worker: WorkerProcess | None = None
 
     async def make(self, timeout: float) -> None:
-        """In an idle process. One that is dying does not look so yet: when it gives no answer, another one is taken."""
+        """Make it in an idle process; when a dying one gives no answer, another one is taken."""
         while True:
             self._worker, used_before = self._workers.take()
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import time
 
 from PIL import Image
@@ -11,6 +10,7 @@ from pydantic import Field
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.images import png
 
 
 class ScriptedImage(SettingsModel):
@@ -24,9 +24,7 @@ class ScriptedImage(SettingsModel):
     def source(self) -> ImageSource:
         """The picture as PNG."""
         ramp = Image.linear_gradient("L").rotate(90).resize((self.width, self.height)).convert("RGB")
-        encoded = io.BytesIO()
-        ramp.save(encoded, "PNG")
-        return ImageSource(data=encoded.getvalue())
+        return ImageSource(data=png(ramp))
 
 
 class ScriptedStep(SettingsModel):

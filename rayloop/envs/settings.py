@@ -15,10 +15,8 @@ class EnvironmentKind(Component):
     """An environment, and where its instances live: ``{use: module:Class, with: {...}, isolation: thread}``."""
 
     isolation: Literal["thread", "process"] = "thread"
-    """``process``: each instance has a process of its own, so one that hangs or crashes costs its own episode only. Choose it for
-    native code and whatever of yours may hang or kill its process; the shipped browsers, interpreters and desktops have processes
-    of their own already. ``thread`` costs little, but a hang costs the actor.
-    A class that says ``immediate = True`` is called without a thread, unless ``process`` is chosen."""
+    """``process``: each instance has its own process, so a hang or crash costs its own episode only; ``thread`` costs little, but a
+    hang costs the actor. Choose ``process`` for native code; shipped browsers, interpreters and desktops have processes already."""
 
     @property
     def name(self) -> str:
@@ -46,15 +44,11 @@ class EpisodeSettings(SettingsModel):
     max_images: int = Field(32, ge=0)
     """Images in the policy's context; with an observation beyond it the episode does what ``when_full`` says."""
     when_full: Literal["end", "forget"] = "end"
-    """What an image beyond ``max_images`` does: ``end`` the episode as max_images, or ``forget`` the oldest images of observations,
-    which become a few words in a context that begins anew. Choose that for long episodes on screens; the trainer takes each such
-    context as a sequence."""
+    """An image beyond ``max_images`` ends the episode (``end``), or replaces the oldest ones by words in a context that begins anew
+    and is a sequence of its own for the trainer (``forget``, for long episodes on screens)."""
     on_error: Literal["continue", "end"] = "continue"
     """An action the environment could not use: show the error to the policy (DeepEyes), or end as action_error (PyVision)."""
     reset_timeout: float = Field(60.0, gt=0)
-    """Seconds for making the environment, and again for ``reset``; beyond it the environment hangs, and its process is ended. Raise
-    it for what starts slowly, such as a desktop."""
+    """Seconds for making the environment, and again for ``reset``. Raise it for what starts slowly, such as a desktop."""
     step_timeout: float = Field(60.0, gt=0)
-    """Seconds for one ``step`` or ``evaluate``; beyond them the environment hangs, and its process is ended. Raise it when a step
-    or its result takes long (tests are run); it must be longer than the environment's own ``tool_timeout``, or a hanging tool
-    counts as a hanging environment."""
+    """Seconds for one ``step`` or ``evaluate``. Keep it above the environment's own ``tool_timeout``, which then passes first."""

@@ -1,7 +1,4 @@
-"""Tools in a conversation: the policy calls one with ``<tool_call>{json}</tool_call>`` and sees its text and images.
-
-Tools are described and called here; ``rayloop/chat/calls.py`` defines how a call is written.
-"""
+"""Tools in a conversation: the policy calls one (``rayloop/chat/calls.py``) and sees its text and images."""
 
 from __future__ import annotations
 
@@ -13,11 +10,10 @@ from pydantic import Field
 
 from rayloop.chat.calls import CALL, CALLED, bodies
 from rayloop.config.settings import Component, Role, SettingsModel
-from rayloop.core.failures import DeadlineExceeded, ToolDeadline
-from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
+from rayloop.core.failures import DeadlineExceeded, EnvironmentFailed, ToolDeadline
+from rayloop.core.protocols import Environment, Observation, StepResult, Tool, ToolResult
 from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.tools import Schema, schema
 
 _INSTRUCTIONS = """\
 # Tools
@@ -31,6 +27,28 @@ To call a function, write a JSON object with its name and arguments within {call
 {call}
 {{"name": <function-name>, "arguments": <args-json-object>}}
 {called}"""
+
+
+Schema = dict[str, Any]
+"""``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates of the Hub take it."""
+
+
+def schemas(environment: Environment) -> list[Schema]:
+    """Of the environment's ``tools``, in their order; empty when it has none. Raises EnvironmentFailed for what is no tool."""
+    return [schema(tool) for tool in getattr(environment, "tools", ())]
+
+
+def schema(tool: Any) -> Schema:
+    """Of one tool. Raises EnvironmentFailed for what is none."""
+    name, about, parameters = (getattr(tool, key, None) for key in ("name", "description", "parameters"))
+    if not (isinstance(name, str) and name and isinstance(about, str) and isinstance(parameters, Mapping)):
+        needs = "a name and a description (texts) and parameters (a JSON schema, a mapping)"
+        raise EnvironmentFailed(f"{type(tool).__name__} is no tool: it needs {needs}", bug=True)
+    try:
+        plain = json.loads(json.dumps(parameters, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailed(f"the parameters of the tool {name} are no JSON: {error}", bug=True) from error
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": plain}}
 
 
 class ToolError(Exception):
@@ -62,8 +80,7 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
 class ToolCalls:
     """The task's messages, then calls of tools until a turn calls none: that turn is the answer.
 
-    Other tools: your classes under ``tools``, or a class that derives from this one and gives ``tools_for`` a task.
-    """
+    Own tools are classes under ``tools``; a subclass can override ``tools_for``."""
 
     class Settings(SettingsModel):
         """Which tools there are, and how they are described and shown."""
@@ -73,12 +90,10 @@ class ToolCalls:
         role: str = "tool"
         """The role under which the chat template shows results."""
         tool_timeout: float = Field(30.0, gt=0)
-        """Seconds for one call of a tool; beyond it the episode ends as ``tool_deadline`` with the failing value. Keep it below
-        ``episode.step_timeout``."""
+        """Seconds for one call; beyond it the episode ends as ``tool_deadline``. Keep it below ``episode.step_timeout``."""
         describe: Literal["template", "prompt", "nowhere"] = "template"
-        """Where the policy reads of its tools. ``template``: the chat template gets their schemas, and those of Qwen3-VL or
-        Hermes list them. ``prompt``: a system message, for templates that ignore tools, as Qwen2.5-VL's. ``nowhere``: the row's own
-        prompt, or training before this run."""
+        """Where tools are described: ``template`` gives their schemas to the chat template (Qwen3-VL, Hermes), ``prompt`` writes a
+        system message (Qwen2.5-VL's template ignores tools), ``nowhere`` leaves it to the row's prompt."""
 
     def __init__(self, settings: ToolCalls.Settings) -> None:
         self._settings = settings

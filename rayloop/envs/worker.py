@@ -1,8 +1,4 @@
-"""The process of an environment with ``isolation: process``: carries out the calls of the actor.
-
-Instances are made one after the other. All calls run in its main thread;
-another one reads what the actor asks for, and ends everything when the actor is gone.
-"""
+"""The process of an environment with ``isolation: process``: calls run in its main thread, another thread reads them."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ class _Host:
         self._call = 0
 
     def listen(self) -> None:
-        """Queue the calls of the actor; never returns."""
+        """Queue the calls of the actor; kill the process group when the actor is gone. Never returns."""
         try:
             while True:
                 header, [packed] = frames.receive(self._connection, None, PICKLED)

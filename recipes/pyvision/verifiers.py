@@ -15,11 +15,11 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import RewardSource, ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.judge.rules.plain import extract
 from rayloop.judge.mathematics import MathVerifier
 from rayloop.judge.reward import question as question_of
 from rayloop.judge.reward import reference
 from rayloop.judge.rules.decision import decide, mean_relative_accuracy
+from rayloop.judge.rules.plain import extract
 from rayloop.judge.rules.quantities import first_number
 from rayloop.judge.rules.question import Question
 

@@ -25,8 +25,7 @@ from rayloop.core.failures import DataFailure, DeadlineExceeded, EnvironmentFail
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.threads import hanging, in_thread
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.instance import Instance
-from rayloop.envs.instance import Environments
+from rayloop.envs.instance import Environments, Instance
 from rayloop.envs.settings import EnvironmentKind
 from tests.envs.programs import needs
 from tests.support.environments import ThreadBound

@@ -24,8 +24,7 @@ from PIL import Image
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.desktop.environment import DesktopTasks
-from rayloop.envs.desktop.session import Desktop, DesktopLost, missing
-from rayloop.envs.desktop.settings import DesktopLimits
+from rayloop.envs.desktop.session import Desktop, DesktopLimits, DesktopLost, missing
 from rayloop.envs.desktop.tasks import SHIPPED, task_file
 from rayloop.envs.grammar.actions import Actions, Click, Hotkey, Point
 from rayloop.envs.grammar.screens import Pointing
@@ -233,7 +232,7 @@ def test_close_leaves_nothing() -> None:
 HOST = """
 import sys, time
 from rayloop.envs.desktop.session import Desktop
-from rayloop.envs.desktop.settings import DesktopLimits
+from rayloop.envs.desktop.session import DesktopLimits
 one = Desktop(DesktopLimits())
 one.launch(["xterm"])
 print("up", flush=True)

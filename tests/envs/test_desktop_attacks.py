@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from rayloop.envs.desktop.environment import DesktopTasks
-from rayloop.envs.desktop.session import Desktop, DesktopSpoiled, missing
-from rayloop.envs.desktop.settings import DesktopLimits
+from rayloop.envs.desktop.session import Desktop, DesktopLimits, DesktopSpoiled, missing
 from tests.support.runs import eventually
 
 LACKS = missing()

@@ -15,8 +15,7 @@ from PIL import Image
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.interpreter import sandboxes
-from rayloop.envs.interpreter.environment import PythonInterpreter
+from rayloop.envs.interpreter.environment import PythonInterpreter, close_sandboxes, shared_sandbox
 from rayloop.sandbox import frames
 from rayloop.sandbox.levels import Reached
 from rayloop.sandbox.options import Level
@@ -45,7 +44,7 @@ def make() -> Iterator[Make]:
 @pytest.fixture(autouse=True, scope="module")
 def _no_sandbox_stays() -> Iterator[None]:
     yield
-    sandboxes.close()
+    close_sandboxes()
 
 
 def run(environment: PythonInterpreter, code: str) -> StepResult:
@@ -144,7 +143,7 @@ def test_a_picture_that_code_forged_is_left_out(make: Make) -> None:
 def test_a_lost_fork_server_is_the_environments_failure_and_the_next_episode_works(make: Make) -> None:
     environment = make()
     settings = PythonInterpreter.Settings()
-    pid = sandboxes.sandbox("process", settings.sandbox.options).pid
+    pid = shared_sandbox("process", settings.sandbox.options).pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EnvironmentFailed, match="sandbox failed"):

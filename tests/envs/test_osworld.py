@@ -21,8 +21,7 @@ from rayloop.core.types import Message, Task
 from rayloop.envs.grammar.actions import Actions
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.osworld.environment import OSWorld, code, rows
-from rayloop.envs.osworld.machines import Machine, MachineLost, machines_of
-from rayloop.envs.osworld.settings import OSWorldSettings
+from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, machines_of
 
 pytestmark = pytest.mark.env
 STAND_IN = Path(__file__).parents[1] / "support" / "osworld_stand_in"

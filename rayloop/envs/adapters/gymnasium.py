@@ -26,15 +26,13 @@ class GymSettings(SettingsModel):
     options: dict[str, Any] = {}
     """Further arguments of ``gymnasium.make``."""
     image: Literal["observation", "render", "none"] = "observation"
-    """What is shown: the observation itself, when it is a picture [H, W, 3]; what ``render`` draws; or nothing, for
-    ``describe``."""
+    """What is shown: the observation, when it is a picture [H, W, 3]; what ``render`` draws; or nothing, for ``describe``."""
     image_key: str = ""
     """Where the picture is, when observations are dictionaries."""
     describe: str = ""
     """``module:function`` from an observation and its ``info`` to a text that is shown with it. Empty: no text."""
     act: str = "rayloop.envs.adapters.gymnasium:number"
-    """``module:function`` from the policy's text and the action space to an action. It raises ValueError for a text that is none:
-    the policy sees the reason."""
+    """``module:function`` from the policy's text and the action space to an action; a ValueError is shown to the policy."""
     result: Literal["sum", "last"] = "sum"
     """What ``evaluate`` returns: the sum of the rewards, or the last one where that says whether the goal was reached."""
 
@@ -47,11 +45,9 @@ class GymSettings(SettingsModel):
 
 
 class Gymnasium(RewardedSteps):
-    """One episode of a gymnasium environment. A row's columns ``seed`` and ``options`` are given to ``reset``.
+    """One episode of a gymnasium environment; the row's columns ``seed`` and ``options`` are given to ``reset``.
 
-    What ``reset`` shows is the task's messages and then the first screen. ``terminated`` and ``truncated`` both end the episode;
-    which it was is in the step's ``info``.
-    """
+    ``terminated`` and ``truncated`` both end the episode; the step's ``info`` says which."""
 
     Settings = GymSettings
 

@@ -1,8 +1,4 @@
-"""Tools of MCP servers in a conversation: the policy may call what they list. The package is the extra ``mcp`` (2.x).
-
-MCP has tools, with schemas and images, and no episodes: no reset, no reward. So a server gives tools to ``ToolCalls``, and a
-reward scores the answer.
-"""
+"""Tools of MCP servers in a conversation, without episodes or rewards. The package is the extra ``mcp`` (2.x)."""
 
 from __future__ import annotations
 
@@ -49,8 +45,8 @@ class McpServer(SettingsModel):
 
 
 class McpTools(ToolCalls):
-    """``ToolCalls`` with the tools of MCP servers. A failure that a server reports is shown to the policy; a server that is gone is
-    the environment's failure, and the episode is played again."""
+    """``ToolCalls`` with the tools of MCP servers. The policy sees errors that a server reports; a lost server fails the
+    environment."""
 
     class Settings(ToolCalls.Settings):
         """Which servers there are."""

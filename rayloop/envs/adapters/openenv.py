@@ -1,8 +1,6 @@
 """Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``.
 
-Of the protocol (OpenEnv 0.10) it uses ``{"type": "reset" | "step" | "close", "data": {...}}`` and the answers ``observation`` and
-``error``; a connection is a session. There is no evaluation: the result is the rewards' sum, or the last one.
-"""
+Uses ``reset``, ``step`` and ``close`` of OpenEnv 0.10; a connection is a session. The result comes from the rewards."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ class OpenEnvSettings(SettingsModel):
     text: str = "text"
     """Key of the observation whose text is shown. Without it, the observation is shown as JSON, pictures left out."""
     image: str = ""
-    """Key of the observation that holds a picture: base64 of a PNG or JPEG, nested lists [H, W, 3], or a flat list whose shape is
-    in ``<key>_shape``. Empty: none. Base64 is 300 times smaller than lists."""
+    """Key of the observation's picture: base64 of a PNG or JPEG (smallest), or lists, flat ones with ``<key>_shape``."""
     act: str = "rayloop.envs.adapters.openenv:json_action"
     """``module:function`` from the policy's text to the action, a dictionary. It raises ValueError for a text that is none."""
     result: Literal["sum", "last"] = "sum"
@@ -53,8 +50,9 @@ class OpenEnvSettings(SettingsModel):
 
 
 class OpenEnv(RewardedSteps):
-    """One session. A row's columns ``seed`` and ``episode_id`` are given to ``reset``. Whatever the server reports as an error,
-    but for an action that it does not accept, is the environment's failure: never a reward."""
+    """One session; the row's columns ``seed`` and ``episode_id`` are given to ``reset``.
+
+    A server's error is the environment's failure, except for an action that it does not accept."""
 
     Settings = OpenEnvSettings
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -13,13 +12,11 @@ from PIL import Image
 
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message
+from rayloop.data.images import png
 
 
 class RewardedSteps:
-    """The base of environments that give a reward with each step: keeps the rewards and what was shown last.
-
-    ``result``: whether ``evaluate`` returns the sum of the rewards, or the last one.
-    """
+    """The base of environments that reward each step; ``evaluate`` returns the sum of the rewards or the last one (``result``)."""
 
     def __init__(self, result: Literal["sum", "last"]) -> None:
         self._result = result
@@ -69,6 +66,4 @@ def picture(pixels: Any) -> ImageSource:
         if not np.issubdtype(array.dtype, np.integer) or array.min() < 0 or array.max() > 255:
             raise ValueError(f"no picture: {array.dtype} values, expected integers from 0 to 255")
         array = array.astype(np.uint8)
-    encoded = io.BytesIO()
-    Image.fromarray(array).save(encoded, "PNG", compress_level=1)
-    return ImageSource(data=encoded.getvalue())
+    return ImageSource(data=png(Image.fromarray(array)))

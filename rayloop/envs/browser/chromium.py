@@ -12,14 +12,13 @@ from typing import Any
 
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser import processes
-from rayloop.envs.browser.containment import Confinement, Program
-from rayloop.envs.browser.settings import BrowserSettings
+from rayloop.envs.browser.containment import BrowserSettings, Confinement, Program
 
 FLAGS = ("--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--js-flags=--max-old-space-size=512")
-"""Beside Playwright's own. Wheel turns take effect at once; a page's script ends at half a GiB, by an error of its own."""
+"""Wheel turns take effect at once; a page's script ends at half a GiB by an error of its own."""
 MIB = 1 << 20
 NOWHERE = "/proc/self/fdinfo"
-"""For downloads and traces, of which there are none: a folder that is there and takes no file. Else Playwright makes one."""
+"""For downloads and traces, which are refused: a folder that exists and takes no file."""
 CLOSING = 5.0
 """Seconds for an orderly end; then the processes are killed."""
 BLAMED = 5.0
@@ -52,16 +51,13 @@ class Chromium:
         return time.monotonic() - self._ended_for_memory < BLAMED
 
     def took_one(self, again: bool = False) -> None:
-        """An episode begins in it, in a page that it had before if ``again``. After the last that it may have it takes no more."""
+        """Count an episode, in a page it had before if ``again``; retire after the last one that it may have."""
         self.open += not again
         self.episodes += 1
         self.retired = self.retired or self.episodes >= self._settings.recycle_episodes
 
     def watch(self, look_again: bool) -> None:
-        """End pages that fill too much memory, and take no more episodes when the whole is too large.
-
-        ``look_again``: for processes that are new since the last time.
-        """
+        """End pages that fill too much memory, and retire a browser that is too large; ``look_again`` finds new processes."""
         if self.pid is None:
             return
         if look_again or not self._renderers:
@@ -129,8 +125,7 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) 
 
 
 def _unused(pid: int) -> None:
-    """Remove the folder that Playwright made for a profile, since the real one lies in the browser's own memory: else it is left
-    when actor and driver are killed at once."""
+    """Remove the folder that Playwright made for a profile: the real one lies in the browser's own memory."""
     for word in processes.command_line(pid):
         if word.startswith("--user-data-dir="):
             with suppress(OSError):

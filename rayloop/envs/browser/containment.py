@@ -1,8 +1,6 @@
 """How Chromium is confined: bubblewrap's namespaces around Chromium's own sandbox, each where this machine allows it.
 
-Playwright speaks to the browser through inherited pipes, so it needs no network: inside there is none, no file of this machine
-but /usr, no process but its own, and its profile lies in memory.
-"""
+Inside there is no network (Playwright uses inherited pipes), no file but /usr, no other process, and the profile is in memory."""
 
 from __future__ import annotations
 
@@ -13,17 +11,45 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from pydantic import Field
+
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import EnvironmentFailed
-from rayloop.envs.browser.settings import BrowserSettings, Containment
 from rayloop.sandbox import bubblewrap
 from rayloop.sandbox.bubblewrap import NoUser, User, borrowed, free_user
+
+Containment = Literal["namespaces", "chromium", "none"]
+
+
+class BrowserSettings(SettingsModel):
+    """The Chromium of an environment actor: how it is confined, and when it is replaced."""
+
+    program: str = "chromium-headless-shell"
+    """The browser to start, a path or a name of PATH; Debian's headless shell needs less memory than a full Chromium."""
+    containment: Containment = "namespaces"
+    """What must confine the browser: bubblewrap's namespaces, Chromium's own sandbox, or nothing (for trusted pages only)."""
+    pages: int = Field(16, ge=1)
+    """Episodes in one browser at once. Lower it when a browser's end costs too many episodes; raise it to save memory."""
+    recycle_episodes: int = Field(500, ge=1)
+    """After this many episodes a browser takes no more and ends with its last; lower it when browsers grow over time."""
+    browser_memory: int = Field(4096, ge=256)
+    """MiB of all processes of a browser; beyond it the browser takes no more episodes. Raise it with ``pages``."""
+    page_memory: int = Field(768, ge=64)
+    """MiB that one page may fill; beyond it the page is ended as the policy's doing. Raise it for maps and spreadsheets."""
+    launch_timeout: float = Field(30.0, gt=0)
+    """Seconds in which the browser must be there, and an empty page in it. Raise it on machines that are very busy."""
+    load_timeout: float = Field(20.0, gt=0)
+    """Seconds to load the episode's page; beyond it the environment failed. Keep it below ``episode.reset_timeout``."""
+    action_timeout: float = Field(10.0, gt=0)
+    """Seconds for a turn's actions and screenshot, else ``tool_deadline``. Keep it below half of ``episode.step_timeout``."""
+
 
 FOLDERS = {"/tmp": 512 << 20, "/dev/shm": 64 << 20, "/run": 1 << 20}
 """What it may write to, in memory, and bytes at most; Playwright puts the profile and shared memory into /tmp."""
 BASE = 256
-"""MiB of stacks and the like that each of its processes has for a start. Beyond those and twice ``page_memory`` the kernel gives
-it no more (RLIMIT_DATA, which does not count what is only reserved): a page is ended before, unless it is faster than we look."""
+"""MiB for stacks of each process. RLIMIT_DATA is this plus twice ``page_memory``, a bound for pages that grow between two looks."""
 CONFIGURATION = ("/etc/chromium", "/etc/chromium.d")
 LEVELS: tuple[Containment, ...] = ("none", "chromium", "namespaces")
 """Weakest first."""
@@ -31,8 +57,7 @@ LEVELS: tuple[Containment, ...] = ("none", "chromium", "namespaces")
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """How a browser is confined. ``own``: by Chromium's own sandbox too, around each page's process; ``lacks``: why not more, empty
-    when all is there."""
+    """The level of a browser; ``own``: Chromium's own sandbox works too; ``lacks``: why there is no more, or empty."""
 
     level: Containment
     own: bool
@@ -56,8 +81,7 @@ def available() -> Confinement:
 
 
 def check(settings: BrowserSettings) -> Confinement:
-    """How the browser will be confined. Raises EnvironmentFailed when that is less than ``containment`` asks for, or no browser
-    is there."""
+    """How the browser will be confined. Raises EnvironmentFailed for less than ``containment``, or without a browser."""
     if shutil.which(settings.program) is None:
         remedy = "apt-get install --no-install-recommends chromium-headless-shell fonts-dejavu-core, or set browser.program"
         raise EnvironmentFailed(f"{settings.program} is no program here: {remedy}", bug=True)
@@ -69,7 +93,7 @@ def check(settings: BrowserSettings) -> Confinement:
 
 
 class Program:
-    """An executable that starts the browser, confined. It is a file in memory: nothing is left of it when this process ends."""
+    """An executable in memory that starts the confined browser; it ends with this process."""
 
     def __init__(self, settings: BrowserSettings, held: Confinement) -> None:
         """Raises EnvironmentFailed when root finds no user number to give to the browser."""
@@ -109,7 +133,7 @@ def _outside(program: str) -> Sequence[str]:
 
 
 def _own_sandbox_refused(inside: bool) -> str:
-    """Why Chromium cannot make the namespaces of its own sandbox; empty when it can. ``inside``: within bubblewrap's."""
+    """Why Chromium's own sandbox fails here (``inside`` bubblewrap's namespaces or not); empty when it works."""
     if os.geteuid() == 0 and not inside:
         return "not as root"
     tried = ["/usr/bin/unshare", "--user", "--map-current-user", "--pid", "--net", "--fork", "/usr/bin/true"]

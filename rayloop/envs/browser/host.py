@@ -1,8 +1,6 @@
 """The browsers of a process: one for all its environments, more when it is full, a new one when it ends.
 
-An environment lives in a thread of its own, and Playwright's objects belong to one event loop. So that loop has a thread here, with
-the one driver of the process, and environments ask it for what they need and wait, each within its own deadline.
-"""
+Playwright's objects belong to one event loop, which has a thread here; environments submit work to it and wait within deadlines."""
 
 from __future__ import annotations
 
@@ -15,10 +13,8 @@ from typing import Any, TypeVar
 
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.chromium import CLOSING, Chromium, launch
-from rayloop.envs.browser.containment import check
-from rayloop.envs.browser.files import Files
-from rayloop.envs.browser.settings import BrowserSettings
-from rayloop.envs.browser.tab import Size, Tab, open_tab
+from rayloop.envs.browser.containment import BrowserSettings, check
+from rayloop.envs.browser.tab import Files, Size, Tab, open_tab
 
 Result = TypeVar("Result")
 
@@ -32,7 +28,7 @@ _lock = threading.Lock()
 
 
 def host_of(settings: BrowserSettings) -> Host:
-    """That of this process, for these settings: made when it is first asked for. Raises EnvironmentFailed (``check``)."""
+    """The host of this process for these settings, made at the first request. Raises EnvironmentFailed (``check``)."""
     with _lock:
         key = settings.model_dump_json()
         if key not in _hosts:
@@ -63,7 +59,7 @@ class Host:
             raise EnvironmentFailed(f"the browser gave no answer within {seconds + MARGIN:g} s") from error
 
     def end(self) -> None:
-        """End all browsers and the driver; for tests and measurements, a process that ends needs none of it."""
+        """End all browsers and the driver, for tests and measurements."""
         with _lock:
             for key in [key for key, host in _hosts.items() if host is self]:
                 del _hosts[key]
@@ -80,14 +76,14 @@ class Host:
         return await open_tab(found, self.settings, size, files)
 
     async def park(self, tab: Tab) -> None:
-        """Keep the page as it is for the next episode at its address, as long as there is room for it."""
+        """Keep the page for the next episode at its address, as long as there is room."""
         if tab.chromium.retired or not tab.chromium.alive:
             await self.close_tab(tab)
         else:
             self._parked.append(tab)
 
     async def parked(self, address: str, size: Size) -> Tab | None:
-        """A page that was left by ``park`` at this address; when there is no room for one more, any of this size; or None."""
+        """A page that ``park`` left at this address, any of this size when there is no room for another one, or None."""
         found = next((tab for tab in self._parked if tab.address == address), None)
         if found is None and self._parked and not any(browser.has_room for browser in self.browsers):
             found = next((tab for tab in self._parked if tab.size == size), None)

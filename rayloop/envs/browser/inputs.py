@@ -21,7 +21,7 @@ KEYS = {
     "down": "ArrowDown", "left": "ArrowLeft", "right": "ArrowRight", "home": "Home", "end": "End", "pageup": "PageUp",
     "pagedown": "PageDown", **{f"f{n}": f"F{n}" for n in range(1, 13)},
 }  # fmt: skip
-"""The grammar's names of keys (``rayloop/envs/grammar/keys.py``) -> Playwright's; a character is its own name."""
+"""The grammar's names of keys (``rayloop/envs/grammar/calls.py``) -> Playwright's; a character is its own name."""
 _SCROLLED = {"up": (0, -NOTCH), "down": (0, NOTCH), "left": (-NOTCH, 0), "right": (NOTCH, 0)}
 
 
@@ -35,7 +35,7 @@ def pause(action: Action) -> float:
 
 
 class Inputs:
-    """Mouse and keyboard of one page: Playwright's, one message for each call, which know the keys that are held."""
+    """Playwright's mouse and keyboard of one page."""
 
     def __init__(self, page: Any) -> None:
         self._mouse, self._keyboard = page.mouse, page.keyboard

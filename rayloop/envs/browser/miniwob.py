@@ -10,10 +10,9 @@ from typing import Any, Literal
 from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.types import Task
 from rayloop.envs.browser.chromium import CLOSING
-from rayloop.envs.browser.files import Files
 from rayloop.envs.browser.host import Host
 from rayloop.envs.browser.page import PageEnvironment, PageSettings
-from rayloop.envs.browser.tab import Screen, Size, Tab
+from rayloop.envs.browser.tab import Files, Screen, Size, Tab
 
 FLIGHTS = ("AA", "Alaska", "Alaska-auto")
 """Pages of another shape, with a site in a frame."""
@@ -28,11 +27,9 @@ HIDDEN = ("find-greatest", "guess-number", "hot-cold", "moving-items", "simon-sa
 
 
 class MiniWob(PageEnvironment):
-    """A row names a ``page`` (``pages()``) and a ``seed``. Over when the page says so.
+    """A row names a ``page`` (``pages()``) and a ``seed``; the page says when the episode is over.
 
-    ``evaluate`` is the page's reward, 0 until it is over: the raw one, from -1 to 1. Its penalty for time is
-    left out: it would be one for the machine's speed.
-    """
+    ``evaluate`` is the page's raw reward, -1 to 1, without its penalty for time; 0 until the page is over."""
 
     STATE = "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL]"
     OVER = "WOB_DONE_GLOBAL"
@@ -42,8 +39,8 @@ class MiniWob(PageEnvironment):
         """How pages are loaded and scored."""
 
         reload: bool = True
-        """Whether each episode loads its page anew, so that equal seeds look equal. False starts the next episode in a page that
-        is there already, ten times as fast: 18 pages then repeat their pixels no longer."""
+        """Whether each episode loads its page anew, so that equal seeds look equal. False is ten times as fast, but 18 pages then
+        differ."""
         mode: Literal["train", "test", "default"] = "train"
         """Which of the page's own sets of problems is drawn from; ``test`` for evaluation, where a page has one."""
         success_at: float | None = None

@@ -12,12 +12,10 @@ from rayloop.core.failures import EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
 from rayloop.envs.browser.chromium import CLOSING
-from rayloop.envs.browser.containment import available
-from rayloop.envs.browser.files import Files
+from rayloop.envs.browser.containment import BrowserSettings, available
 from rayloop.envs.browser.host import Host, host_of
 from rayloop.envs.browser.inputs import NotHere, pause
-from rayloop.envs.browser.settings import BrowserSettings
-from rayloop.envs.browser.tab import PageHangs, PageTooLarge, Screen, Size, Tab
+from rayloop.envs.browser.tab import Files, PageHangs, PageTooLarge, Screen, Size, Tab
 from rayloop.envs.grammar.actions import Action, CallUser, Finish
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings, first
 
@@ -31,15 +29,11 @@ class PageSettings(ScreenSettings):
     browser: BrowserSettings = BrowserSettings()
     """The Chromium of the environment actor: how it is confined, how many pages it has, how long things may take."""
     observe: tuple[Literal["screenshot", "tree"], ...] = Field(("screenshot",), min_length=1)
-    """What the policy sees after each turn: the screen, the accessibility tree with boxes as text, or both. The tree helps models
-    that read better than they see, and costs hundreds of tokens."""
+    """What the policy sees after each turn: the screen, the accessibility tree with boxes (hundreds of tokens), or both."""
 
 
 class PageEnvironment(ScreenEnvironment):
-    """Derive from it: ``_size``, ``_files``, ``_begin`` and what the two expressions ask for.
-
-    The messages are those of the row, in which the text ``{instruction}`` becomes the page's; the screen follows the last one.
-    """
+    """Derive from it: ``_prepare``, ``_files``, ``_begin``, ``_seen``. The text ``{instruction}`` of the row becomes the page's."""
 
     STATE = "null"
     """A JavaScript expression, asked with each screenshot: what ``_seen`` is given."""

@@ -1,27 +1,67 @@
-"""One page in a browser context of its own: loaded, acted upon, looked at, each within a deadline.
-
-An error says what failed: the page, its browser, or a slow call.
-"""
+"""One page in a browser context of its own: loaded, acted upon, looked at, each within a deadline. Errors say what failed."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import json
+import mimetypes
+import os
 import re
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urljoin
+from urllib.parse import unquote, urljoin, urlsplit
 
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser.chromium import CLOSING, Chromium
-from rayloop.envs.browser.files import Files
+from rayloop.envs.browser.containment import BrowserSettings
 from rayloop.envs.browser.inputs import Inputs, pause
-from rayloop.envs.browser.settings import BrowserSettings
 from rayloop.envs.grammar.actions import Action, Point
+
+KEPT = 512
+"""Files kept in memory, the last ones used."""
+LARGEST = 32 << 20
+"""Bytes of a file; larger ones are not there."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """``hosts``: host name -> folder, of which nothing outside is reachable; ``sites``: real hosts, with their ports if any."""
+
+    hosts: Mapping[str, str]
+    sites: frozenset[str] = frozenset()
+
+    def passes(self, url: str) -> bool:
+        """Whether the address is on one of ``sites``."""
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and parts.netloc in self.sites
+
+    def serves(self, url: str) -> bool:
+        """Whether the address is one of the hosts, where a missing file is a mistake of the page, no refusal."""
+        parts = urlsplit(url)
+        return parts.scheme == "http" and parts.netloc in self.hosts
+
+    def find(self, url: str) -> tuple[bytes, str] | None:
+        """Content and media type of an address of ``hosts``; None when there is no such file. A folder is its index.html."""
+        parts = urlsplit(url)
+        root = os.path.realpath(self.hosts[parts.netloc])
+        path = os.path.realpath(os.path.join(root, unquote(parts.path).lstrip("/")))
+        if os.path.isdir(path):
+            path = os.path.join(path, "index.html")
+        if not Path(path).is_relative_to(root) or not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
+            return None
+        return _content(path, os.stat(path).st_mtime_ns), mimetypes.guess_type(path)[0] or "text/plain"
+
+
+@functools.lru_cache(KEPT)
+def _content(path: str, _changed: int) -> bytes:
+    return Path(path).read_bytes()
+
 
 Result = TypeVar("Result")
 
@@ -59,7 +99,7 @@ class Screen:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """In pixels. The screen is the upper left of the view, which may be larger: a page's dialog must not scroll it."""
+    """In pixels. The screen is the upper left of the view, which may be larger, so that dialogs do not scroll it."""
 
     width: int
     height: int
@@ -68,11 +108,9 @@ class Size:
 
 
 class Tab:
-    """Made by ``open_tab``; all its methods run on the host's event loop.
+    """Made by ``open_tab``; all its methods run on the host's event loop. ``address`` was loaded last.
 
-    ``address``: what was loaded last. ``refused`` counts what the page tried and was not allowed: dialog, download, window, file
-    (addresses of files), network.
-    """
+    ``refused`` counts what the page tried: dialog, download, window, file, network."""
 
     def __init__(self, chromium: Chromium, context: Any, page: Any, cdp: Any, settings: BrowserSettings, size: Size):
         self.chromium, self._context, self._page, self._cdp = chromium, context, page, cdp
@@ -94,11 +132,9 @@ class Tab:
         return await self._in_time(self._settings.load_timeout, self._evaluate(expression), "an expression")
 
     async def act(self, actions: Sequence[Action], expression: str, over: str, settle: float = 0.0) -> Screen:
-        """Carry out actions (points in pixels), until the expression ``over`` is true after one; then what is seen.
+        """Carry out actions (points in pixels), until ``over`` is true after one; then wait ``settle`` seconds and look.
 
-        ``settle``: seconds that a page is given before, in which it may leave for another one, which is then waited for.
-        Raises PageHangs and PageTooLarge, which the actions caused, and EnvironmentFailed.
-        """
+        Raises PageHangs and PageTooLarge, which the actions caused, and EnvironmentFailed."""
 
         async def run() -> Screen:
             for index, action in enumerate(actions):
@@ -173,7 +209,7 @@ class Tab:
                 await route.fulfill(status=404, body="")
 
     async def _relay(self, route: Any) -> None:
-        """Answer with what a site answers to Playwright's driver, which has a network. A redirection stays on the sites."""
+        """Answer with a site's answer to Playwright's driver, which has a network. Redirections stay on the sites."""
         url: str = route.request.url
         options: dict[str, str] = {}
         for _ in range(REDIRECTIONS):
@@ -270,10 +306,7 @@ class Tab:
 
 
 async def open_tab(chromium: Chromium, settings: BrowserSettings, size: Size, files: Files) -> Tab:
-    """A context with an empty page; ``chromium.took_one`` was called for it before.
-
-    Raises EnvironmentFailed when it is not there within ``launch_timeout``.
-    """
+    """A context with an empty page, after ``chromium.took_one``. Raises EnvironmentFailed beyond ``launch_timeout``."""
     context: Any = None
     try:
         async with asyncio.timeout(settings.launch_timeout):

@@ -11,9 +11,8 @@ from pydantic import Field
 from rayloop.config.settings import LocalPath
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Task
-from rayloop.envs.browser.files import Files
 from rayloop.envs.browser.page import PageEnvironment, PageSettings
-from rayloop.envs.browser.tab import Screen, Size, Tab
+from rayloop.envs.browser.tab import Files, Screen, Size, Tab
 
 HOST = "pages"
 """The host under which a folder's pages are addressed."""
@@ -22,29 +21,24 @@ HOST = "pages"
 class WebPage(PageEnvironment):
     """A row names an ``url``, a ``check`` and, for ``{instruction}``, an ``instruction``.
 
-    ``check`` is a JavaScript expression, evaluated in the page after each turn: true or a number of at least 1 ends the episode
-    (``stop``); ``evaluate`` is its last value as a number. It must be a value from the start (write ``?.`` for what comes later);
-    where it throws later, or the page is another one, it is 0.
-    """
+    ``check`` is a JavaScript expression, evaluated after each turn: true or at least 1 ends the episode (``stop``); ``evaluate`` is
+    its last value. It must be a value from the start (write ``?.``); where it throws later it is 0."""
 
     class Settings(PageSettings):
         """Which pages may be loaded, and how large the screen is."""
 
         folder: LocalPath | None = None
-        """Of the pages, addressed as ``http://pages/NAME`` or by their names alone; nothing outside of it can be loaded. None: rows
-        name pages of ``sites``."""
+        """The folder of the pages, addressed as ``http://pages/NAME`` or by name; nothing outside of it can be loaded."""
         sites: tuple[str, ...] = ()
-        """Hosts, with their ports if any, whose pages may be loaded, over Playwright's driver: the browser itself has no
-        network. Name only what a policy may harm: it can send forms there."""
+        """Hosts, with their ports if any, whose pages may be loaded by Playwright's driver. Name only what a policy may harm."""
         width: int = Field(800, ge=56)
         """Pixels of the screen from left to right; a smaller one costs fewer image tokens."""
         height: int = Field(600, ge=56)
         """Pixels of the screen from top to bottom; a smaller one costs fewer image tokens."""
         settle: float = Field(0.2, ge=0)
-        """Seconds between a turn's actions and the screenshot, for what pages do late; a page that is being loaded is waited for
-        in addition."""
+        """Seconds between a turn's actions and the screenshot, for late changes; loading pages are waited for in addition."""
         stop: bool = True
-        """Whether a check that comes true ends the episode. False: only the policy's ``finished`` does, and it may undo it."""
+        """Whether a check that comes true ends the episode. False: only the policy's ``finished`` ends it."""
 
     def __init__(self, settings: WebPage.Settings) -> None:
         super().__init__(settings)

@@ -11,10 +11,8 @@ from rayloop.config.settings import local_path
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
-from rayloop.envs.desktop.checks import score
-from rayloop.envs.desktop.session import Desktop, DesktopLost, DesktopSpoiled, missing
-from rayloop.envs.desktop.settings import DesktopLimits
-from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, task_file
+from rayloop.envs.desktop.session import Desktop, DesktopLimits, DesktopLost, DesktopSpoiled, missing
+from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, score, task_file
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
 from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings, first
 from rayloop.sandbox import bubblewrap
@@ -30,10 +28,8 @@ PER_CHARACTER = 0.05
 class DesktopTasks(ScreenEnvironment):
     """A task of a file (``tasks``), which the row names in its column ``desktop``, on a local X desktop without network.
 
-    The messages are those of the row, in which the text ``{instruction}`` becomes the task's; a screenshot follows them, and
-    each turn. Actions are those of UI-TARS. When the X server or the whole desktop dies, infrastructure has failed; programs that
-    the policy started and that break its desktop end the episode as ``action_error``, with the result 0.
-    """
+    The text ``{instruction}`` of the row becomes the task's. A desktop that dies is a failure of infrastructure; one that the
+    policy's programs broke ends the episode as ``action_error`` with the result 0."""
 
     class Settings(ScreenSettings):
         """Which tasks, how large a desktop is, and how long it is waited for."""
@@ -84,8 +80,7 @@ class DesktopTasks(ScreenEnvironment):
         return first(task, self._task.instruction, screen)
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
-        """What cannot be done is an error with a screenshot when something was done before. A desktop that programs in it broke
-        ends the episode, with an error too."""
+        """An impossible action is an error, with a screenshot after others; a desktop broken from inside ends the episode."""
         try:
             for number, action in enumerate(actions):
                 if isinstance(action, Finish | CallUser):
@@ -101,10 +96,7 @@ class DesktopTasks(ScreenEnvironment):
             return StepResult(done=True, error=f"the desktop was broken from inside: {error}")
 
     def evaluate(self) -> float:
-        """1 when all checks hold, else 0 (or the share of them, if the task says so); 0 for a desktop that its programs broke.
-
-        Raises DesktopLost.
-        """
+        """1 when all checks hold, else 0 or, if the task says so, their share; 0 for a broken desktop. Raises DesktopLost."""
         assert self._task is not None
         assert self._desktop is not None
         try:

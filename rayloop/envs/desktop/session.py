@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
@@ -17,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from pydantic import Field
 
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import InfrastructureFailure
+from rayloop.data.images import png
 from rayloop.envs.browser import processes
-from rayloop.envs.desktop.settings import DesktopLimits
 from rayloop.sandbox import bubblewrap, seccomp
 from rayloop.sandbox.frames import Channel, Header, Refused
 
@@ -53,6 +54,27 @@ _ENVIRONMENT = {
 _SYSTEM = ("/etc/xdg", "/etc/X11", "/etc/gtk-2.0", "/etc/gtk-3.0", "/etc/mime.types", "/var/cache/fontconfig")
 
 
+class DesktopLimits(SettingsModel):
+    """How large a desktop is, and how much of the machine it may take."""
+
+    width: int = Field(1280, ge=320, le=4096)
+    """Pixels of the screen from left to right. Lower it to spend fewer image tokens on each screenshot."""
+    height: int = Field(800, ge=240, le=4096)
+    """Pixels of the screen from top to bottom. Lower it to spend fewer image tokens on each screenshot."""
+    processes: int = Field(128, ge=32)
+    """Processes and threads of one desktop, its own dozen included. Raise it for tasks whose programs start many."""
+    memory_mb: int = Field(2048, ge=512)
+    """Address space of each process in MiB. Raise it for large programs, with ``total_mb``."""
+    total_mb: int = Field(1024, ge=128)
+    """MiB of all programs together; beyond it the episode ends as the policy's failure. Raise it for office suites."""
+    home_mb: int = Field(64, ge=1)
+    """Megabytes of files in the home folder, which lives in memory. Raise it for tasks with large start files."""
+    start_timeout: float = Field(20.0, gt=0)
+    """Seconds in which the desktop, and then each program, must show itself. Raise it on busy machines."""
+    call_timeout: float = Field(15.0, gt=0)
+    """Seconds for one action or screenshot; beyond it the desktop counts as lost. Raise it on busy machines."""
+
+
 class DesktopLost(InfrastructureFailure):
     """The X server, the driver or the whole desktop ended, or did not answer in time. Never a reward: play it again elsewhere."""
 
@@ -80,10 +102,7 @@ def missing() -> str:
 
 
 class Desktop:
-    """A desktop that lives until ``close``, or until the thread that made it ends.
-
-    Raises DesktopLost when it does not start, with what is missing. All calls come from one thread.
-    """
+    """A desktop that lives until ``close``, or until the thread that made it ends; raises DesktopLost when it does not start."""
 
     def __init__(self, limits: DesktopLimits) -> None:
         if lacks := missing():
@@ -129,23 +148,16 @@ class Desktop:
         """PNG of the screen. Waits at most ``react`` seconds for a change since the last, then ``settle`` until it is still."""
         seconds = react + settle + self._limits.call_timeout
         header, [pixels] = self.ask("screenshot", seconds=seconds, react=react, settle=settle)
-        image = Image.frombuffer("RGB", tuple(header["size"]), pixels, "raw", "BGRX", 0, 1)
-        encoded = io.BytesIO()
-        image.save(encoded, "PNG", compress_level=1)
-        return encoded.getvalue()
+        return png(Image.frombuffer("RGB", tuple(header["size"]), pixels, "raw", "BGRX", 0, 1))
 
     def type(self, text: str, delay: float, longest: float) -> None:
-        """``delay`` seconds after each character; each may take ``longest`` seconds. Raises ValueError for one that is no text."""
-        seconds = self._limits.call_timeout + longest * len(text)
-        self.ask("type", seconds=seconds, text=text, delay=delay)
+        """Wait ``delay`` seconds after each character; each may take ``longest``. Raises ValueError for one that is no text."""
+        self.ask("type", seconds=self._limits.call_timeout + longest * len(text), text=text, delay=delay)
 
     def ask(
         self, op: str, blobs: Sequence[bytes] = (), seconds: float | None = None, **arguments: Any
     ) -> tuple[Header, list[bytes]]:
-        """One call of the driver (``inside/driver.py``).
-
-        Raises DesktopLost, DesktopSpoiled, and ValueError for a key that does not exist.
-        """
+        """One call of the driver (``inside/driver.py``). Raises DesktopLost, DesktopSpoiled, and ValueError for an unknown key."""
         try:
             return self._channel.ask(op, seconds or self._limits.call_timeout, blobs, **arguments)
         except Refused as error:
@@ -235,14 +247,7 @@ def _roots() -> list[str]:
 
 def _code() -> list[str]:
     """The Python of this process, and of its packages only what the driver imports."""
-    own = (
-        "__init__.py",
-        "envs/__init__.py",
-        "sandbox/__init__.py",
-        "sandbox/frames.py",
-        "envs/desktop/__init__.py",
-        "envs/desktop/inside",
-    )
+    own = ("__init__.py", "envs/__init__.py", "sandbox/__init__.py", "sandbox/frames.py", "envs/desktop/__init__.py")
     python = bubblewrap.python_folders(sys.base_prefix)
     return [*python, *(str(PACKAGE / name) for name in (*own, "envs/desktop/inside")), str(_library("Xlib")), str(_library("six"))]
 

@@ -1,8 +1,4 @@
-"""Actions on a screen, as data: never source code, nothing to be executed.
-
-A point is in the model's unit, until ``Pointing.on`` (``pointing.py``) has turned it
-into pixels of the screen.
-"""
+"""Actions on a screen, as data. Points are in the model's unit until ``Pointing.on`` (``screens.py``) makes them pixels."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ class Scroll:
 
 @dataclass(frozen=True, slots=True)
 class Hotkey:
-    """Keys that go down in this order and up in the other; one key is a key press. Names are those of ``keys.py``."""
+    """Keys that go down in this order and up in the other; one key is a key press. Names are those of ``calls.py``."""
 
     keys: tuple[str, ...]
 
@@ -127,8 +123,7 @@ class Actions:
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """Why a text is no turn: ``reason`` for the policy to read, ``position`` in characters from the text's start, ``near`` what
-    stands there."""
+    """Why a text is no turn: ``reason`` for the policy, ``position`` in characters, ``near`` the text there."""
 
     reason: str
     position: int

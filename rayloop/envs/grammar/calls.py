@@ -1,11 +1,10 @@
-"""The functions of the grammar: their names, the arguments that each takes, and the action that each becomes.
+"""The functions of the grammar with their arguments and actions, and the names of keys.
 
-Source: bytedance/UI-TARS (582f3a7), prompt.py and action_parser.py, for computer and phone; names that its models write
-beside those of the prompts are aliases here.
-"""
+Source: bytedance/UI-TARS (582f3a7), prompt.py and action_parser.py; names that its models write too are aliases."""
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +21,39 @@ MOST_KEYS = 4
 START = ("start_box", "point", "start_point")
 """Names of the same argument: those of UI-TARS 1.0 and 1.5, and of the ``point`` spelling."""
 END = ("end_box", "end_point")
+
+ALIASES = {
+    "control": "ctrl", "ctl": "ctrl", "cmd": "meta", "command": "meta", "win": "meta", "super": "meta", "option": "alt",
+    "return": "enter", "escape": "esc", "del": "delete", "ins": "insert", "spacebar": "space", "bksp": "backspace",
+    "arrowup": "up", "arrowdown": "down", "arrowleft": "left", "arrowright": "right",
+    "page_up": "pageup", "page_down": "pagedown", "pgup": "pageup", "pgdn": "pagedown", "plus": "+", "minus": "-",
+}  # fmt: skip
+"""What a model may write -> the name of the key."""
+NAMED = (
+    "ctrl", "shift", "alt", "meta", "enter", "tab", "space", "backspace", "delete", "insert", "esc",
+    "up", "down", "left", "right", "home", "end", "pageup", "pagedown", *(f"f{n}" for n in range(1, 13)),
+)  # fmt: skip
+KEYS = frozenset((*NAMED, *string.ascii_lowercase, *string.digits, *string.punctuation))
+"""All names: those of ``NAMED``, and the characters of a plain keyboard, letters in lower case."""
+
+
+def key(written: str) -> str | None:
+    """The key's name; None when there is no such key."""
+    name = ALIASES.get(written.lower(), written.lower())
+    return name if name in KEYS else None
+
+
+def keys(written: str) -> tuple[str, ...] | None:
+    """The keys of ``ctrl c``, ``ctrl+c`` or ``ctrl +``. None when one is unknown or there is none."""
+    found: list[str] = []
+    for word in written.split():
+        parts = [word] if key(word) else word.split("+")
+        for part in parts:
+            name = key(part)
+            if name is None:
+                return None
+            found.append(name)
+    return tuple(found) or None
 
 
 @dataclass(frozen=True, slots=True)

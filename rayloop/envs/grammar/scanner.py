@@ -16,8 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from rayloop.envs.grammar.actions import Action, Actions, Mistake, Point
-from rayloop.envs.grammar.calls import DIRECTIONS, FUNCTIONS, MOST_KEYS, Argument, CallSignature
-from rayloop.envs.grammar.calls import key, keys
+from rayloop.envs.grammar.calls import DIRECTIONS, FUNCTIONS, MOST_KEYS, Argument, CallSignature, key, keys
 
 MARK = "Action:"
 THOUGHT = "Thought:"
@@ -138,8 +137,7 @@ class _Scanner:
         raise _Stop(f"the quote of {word} is never closed", start)
 
     def _closes(self) -> bool:
-        """Whether a quote that ends here ends its argument: another one follows, or a ')' with a blank or the end
-        behind."""
+        """Whether a quote ends its argument: another argument follows, or a ')' with a blank or the end behind."""
         at = self._skip(self.at)
         if at >= len(self.text):
             return True

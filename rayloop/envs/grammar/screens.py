@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.grammar.actions import Action, Mistake
-from rayloop.envs.grammar.screens import Pointing
+from rayloop.data.images import smart_resize
+from rayloop.envs.grammar.actions import Action, Mistake, Point
 from rayloop.envs.grammar.scanner import read
 
 INSTRUCTION = "{instruction}"
@@ -46,6 +48,51 @@ UI_TARS = _TEXT.replace("{call_user}", "")
 """Source: bytedance/UI-TARS 582f3a7 (Apache-2.0), prompts of UI-TARS 1.5 for computers."""
 UI_TARS_OR_FAIL = _TEXT.replace("{call_user}", "call_user() # When the task cannot be done.\n")
 """The same for tasks some of which cannot be done, as in OSWorld."""
+
+
+THOUSAND = 1000
+
+
+class Pointing(SettingsModel):
+    """Coordinates of a model's actions."""
+
+    coordinates: Literal["absolute", "relative"] = "absolute"
+    """absolute: pixels of the resized screenshot (Qwen2.5-VL, UI-TARS 1.5); relative: 0 to 1000 (UI-TARS 1.0, Qwen3-VL), as
+    trained."""
+    factor: int = Field(28, ge=1)
+    """Sides of the resized screenshot are multiples of this many pixels: 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL."""
+    min_pixels: int = Field(784, gt=0)
+    """Smaller screenshots are enlarged to this many pixels: the same number as ``model.min_pixels``, or absolute clicks miss."""
+    max_pixels: int = Field(1_003_520, gt=0)
+    """Larger screenshots are shrunk to this many pixels: the same number as ``model.max_pixels``, or absolute clicks miss."""
+
+    def size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height in the model's unit, of a screen in pixels."""
+        if self.coordinates == "relative":
+            return THOUSAND, THOUSAND
+        rows, columns = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+        return columns, rows
+
+    def on(self, action: Action, width: int, height: int) -> Action:
+        """The action with its points in whole pixels of a screen of ``width`` x ``height``, clamped to it."""
+        columns, rows = self.size(width, height)
+
+        def place(point: Point) -> Point:
+            x, y = round(point.x * width / columns), round(point.y * height / rows)
+            return Point(min(max(x, 0), width - 1), min(max(y, 0), height - 1))
+
+        return _moved(action, place)
+
+    def written(self, action: Action, width: int, height: int) -> Action:
+        """The other way, for demonstrations: an action in pixels of the screen with its points as the model would write them."""
+        columns, rows = self.size(width, height)
+        return _moved(action, lambda point: Point(round(point.x * columns / width), round(point.y * rows / height)))
+
+
+def _moved(action: Action, place: Callable[[Point], Point]) -> Action:
+    found: dict[str, Any] = {field.name: getattr(action, field.name) for field in dataclasses.fields(action)}
+    made: Callable[..., Action] = type(action)
+    return made(**{name: place(it) if isinstance(it, Point) else it for name, it in found.items()})
 
 
 class ScreenSettings(SettingsModel):

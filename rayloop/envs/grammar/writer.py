@@ -9,8 +9,8 @@ from rayloop.envs.grammar.actions import Action
 from rayloop.envs.grammar.scanner import ESCAPES, MARK, THOUGHT
 
 Spelling = Literal["box", "box_tokens", "point"]
-"""``box``: ``start_box='(12,34)'`` (UI-TARS 1.0); ``box_tokens``: the same between ``<|box_start|>`` and ``<|box_end|>`` (1.5, in
-its history); ``point``: ``point='<point>12 34</point>'`` (1.5's newer prompts)."""
+"""``box``: ``start_box='(12,34)'`` (UI-TARS 1.0); ``box_tokens``: with ``<|box_start|>`` (1.5's history); ``point``: 1.5's newer
+prompts."""
 _ESCAPED = {meant: "\\" + letter for letter, meant in ESCAPES.items() if letter != '"'}
 _POINTS = {"box": "({},{})", "box_tokens": "<|box_start|>({},{})<|box_end|>", "point": "<point>{} {}</point>"}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import struct
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,26 +13,64 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import DataFailure, EnvironmentFailed, ToolDeadline
+from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import probe
-from rayloop.envs.interpreter import figures, sandboxes, text
+from rayloop.envs.interpreter import text
+from rayloop.sandbox import levels
 from rayloop.sandbox.cells import MOST_PIXELS
-from rayloop.sandbox.host import CodeResult, Interpreter
-from rayloop.sandbox.options import CodeDeadline, CodeFailed, Options, SandboxFailed
+from rayloop.sandbox.host import CodeResult, Interpreter, Sandbox
+from rayloop.sandbox.options import CodeDeadline, CodeFailed, Level, Options, SandboxFailed
 
 MIB = 1 << 20
 _LOADING = 30.0
 """Seconds to hand an episode's images over; beyond it the sandbox failed."""
 
 
+Minimum = Literal["process", "filtered", "namespaces"]
+_sandboxes: dict[Options, Sandbox] = {}
+_lock = threading.Lock()
+
+
+def shared_sandbox(minimum: Minimum, options: Options) -> Sandbox:
+    """The strongest that works here. Raises ConfigError when that is less than ``minimum``."""
+    required_level(minimum)
+    level = levels.reached().level
+    assert level is not None
+    with _lock:
+        if options not in _sandboxes:
+            if not _sandboxes:
+                atexit.register(close_sandboxes)
+            _sandboxes[options] = Sandbox(level, options)
+        return _sandboxes[options]
+
+
+def required_level(minimum: Minimum) -> str:
+    """What this machine gives, in words. Raises ConfigError when it is less."""
+    found = levels.reached()
+    if found.short_of(Level(minimum)):
+        raise ConfigError(
+            f"sandbox.minimum: {minimum} is not reached here, only {found}. Code of the policy is not run. Use a newer kernel or "
+            "another container profile (docs/security.md, The sandbox), or, where you trust what the policy writes, lower it"
+        )
+    return str(found)
+
+
+def close_sandboxes() -> None:
+    """Close the sandboxes of this process."""
+    with _lock:
+        for one in _sandboxes.values():
+            one.close()
+        _sandboxes.clear()
+
+
 class SandboxSettings(SettingsModel):
     """How the policy's code is confined, and what it may use."""
 
-    minimum: sandboxes.Minimum = "filtered"
-    """The weakest level that may be used; the strongest that works is taken, and a run that gets less is refused. Lower it only for
-    code that you trust (docs/security.md)."""
+    minimum: Minimum = "filtered"
+    """The weakest level that may be used; the strongest that works is taken. Lower it only for code that you trust
+    (docs/security.md)."""
     memory: int = Field(2048, ge=256)
     """MiB of address space of an interpreter. Raise it for large images or when your ``preload`` needs more."""
     scratch: int = Field(64, ge=1)
@@ -48,30 +89,27 @@ class SandboxSettings(SettingsModel):
 class PythonInterpreter:
     """Each turn's code runs in a Python of the episode's own that keeps its names; a turn with an answer ends the episode.
 
-    The task's images are there at full resolution, as ``image_clue_0`` and on; videos (``extra["videos"]``: for each, the path of
-    an animated image or a list of paths, one a frame) as ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``.
-    ``evaluate`` gives how many turns ran code, with or without an error; which did without, each turn says (``Turn.executed``).
-    """
+    The task's images are there as ``image_clue_0`` and on; videos (``extra["videos"]``: for each, an animated image or a list of
+    frames) as ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``. ``evaluate`` counts the turns that ran
+    code."""
 
     class Settings(SettingsModel):
         """How code is run, and what the policy sees of it."""
 
         on_error: Literal["feed_back", "stop"] = "feed_back"
-        """Code that fails: the policy sees the error and goes on, or the episode ends as ``action_error``, as PyVision's did. With
-        feed_back keep ``episode.on_error`` at continue."""
+        """What failing code does: the policy sees the error, or the episode ends as ``action_error``, as PyVision's did."""
         code_timeout: float = Field(30.0, gt=0)
-        """Seconds for the code of a turn; then its interpreter is ended. Raise it for heavy code, and keep it below
-        ``episode.step_timeout``."""
+        """Seconds for a turn's code; then its interpreter is ended. Keep it below ``episode.step_timeout``."""
         show_images: bool = True
         """Whether the prompt shows the images. Without, code alone can look at them, under the names ``image_hint_0`` and on."""
         instruct: bool = True
-        """Whether the first message ends with how to write code and answers, and with the images' names and sizes. Turn it off when
-        the task's own prompt says so."""
+        """Whether the first message explains how to write code and answers, and names the images. Turn it off when the prompt
+        does."""
         role: str = "user"
         """The role under which results are shown: user as PyVision has it, or tool when the chat template has one."""
         forbidden: tuple[str, ...] = ()
-        """Regular expressions of code that is refused before it runs. No protection, which is the sandbox's work: set them
-        to repeat a run whose environment had some, as PyVision's had (``recipes/pyvision/original.py``)."""
+        """Regular expressions of code that is refused before it runs, as in PyVision's runs (``recipes/pyvision/original.py``); no
+        protection."""
         fps: float = Field(1.0, gt=0)
         """Frames per second that a video's reader returns. Set it to what your frames were taken at."""
         sandbox: SandboxSettings = SandboxSettings()
@@ -80,7 +118,7 @@ class PythonInterpreter:
     def __init__(self, settings: PythonInterpreter.Settings) -> None:
         """Raises ConfigError when the machine does not reach ``sandbox.minimum``."""
         self._settings = settings
-        self._sandbox = sandboxes.sandbox(settings.sandbox.minimum, settings.sandbox.options)
+        self._sandbox = shared_sandbox(settings.sandbox.minimum, settings.sandbox.options)
         self._interpreter: Interpreter | None = None
         self._images: dict[str, bytes] = {}
         self._videos: dict[str, list[bytes]] = {}
@@ -89,7 +127,7 @@ class PythonInterpreter:
     @staticmethod
     def preflight(settings: PythonInterpreter.Settings) -> str:
         """Before a run begins: how code is confined here. Raises ConfigError for less than ``sandbox.minimum``."""
-        return sandboxes.require(settings.sandbox.minimum)
+        return required_level(settings.sandbox.minimum)
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for an image that cannot be read, EnvironmentFailed when the sandbox fails."""
@@ -98,8 +136,7 @@ class PythonInterpreter:
         self._images = {f"{name}_{index}": data for index, (data, _, _) in enumerate(probed)}
         self._videos = {f"video_clue_{index}": frames for index, frames in enumerate(_videos(task))}
         self._begin()
-        messages = self._prompt(task, [(width, height) for _, width, height in probed])
-        return Observation(messages)
+        return Observation(self._prompt(task, [(width, height) for _, width, height in probed]))
 
     def step(self, turn: str) -> StepResult:
         """Run the turn's code. Raises ToolDeadline with ``on_error: stop``, EnvironmentFailed when the sandbox fails."""
@@ -117,13 +154,10 @@ class PythonInterpreter:
         began = time.monotonic()
         try:
             given = self._interpreter.run(code, self._settings.code_timeout)
-        except CodeDeadline as error:
-            self._interpreter = None
-            if self._settings.on_error == "stop":
-                raise ToolDeadline(f"the code of a turn: {error}") from error
-            return self._refused(f"{error}; a new interpreter begins, without the names of the old one")
         except CodeFailed as error:
             self._interpreter = None
+            if isinstance(error, CodeDeadline) and self._settings.on_error == "stop":
+                raise ToolDeadline(f"the code of a turn: {error}") from error
             return self._refused(f"{error}; a new interpreter begins, without the names of the old one")
         except SandboxFailed as error:
             raise EnvironmentFailed(f"the sandbox failed: {error}") from error
@@ -199,14 +233,13 @@ class PythonInterpreter:
 
 
 def _intact(images: Sequence[bytes], until: float) -> tuple[list[bytes], int]:
-    """Those that are images, and how many are not: code can make its interpreter answer anything. Decoding them is a part of the
-    call: what is not decoded ``until`` then is not shown."""
+    """The intact images, and the number of others: code can forge answers. Images not decoded ``until`` then are not shown."""
     kept = []
     for image in images:
         if time.monotonic() > until:
             break
         try:
-            kept.append(probe(ImageSource(data=figures.bare(image)), MOST_PIXELS)[0])
+            kept.append(probe(ImageSource(data=bare(image)), MOST_PIXELS)[0])
         except Exception:  # noqa: S112 (whatever a forged one makes of its decoder)
             continue
     return kept, len(images) - len(kept)
@@ -220,3 +253,27 @@ def _videos(task: Task) -> list[list[bytes]]:
         return [[Path(path).read_bytes() for path in video] for video in paths]
     except (OSError, TypeError) as error:
         raise DataFailure(task.id, f"videos: {error}") from error
+
+
+_BEGIN = b"\x89PNG\r\n\x1a\n"
+_OF_PIXELS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
+_MOST_CHUNKS = 4096
+"""Pillow writes 64 KiB into each."""
+
+
+def bare(png: bytes) -> bytes:
+    """The PNG without profiles and texts, which can keep a decoder busy for half a minute. Raises ValueError."""
+    if not png.startswith(_BEGIN):
+        raise ValueError("it is no PNG")
+    kept, at = [_BEGIN], len(_BEGIN)
+    for _ in range(_MOST_CHUNKS):
+        if at + 12 > len(png):
+            raise ValueError("it is cut")
+        length, kind = struct.unpack_from(">I4s", png, at)
+        end = at + 12 + length
+        if kind in _OF_PIXELS:
+            kept.append(png[at:end])
+        if kind == b"IEND":
+            return b"".join(kept)
+        at = end
+    raise ValueError(f"it has more than {_MOST_CHUNKS} chunks")

@@ -1,7 +1,4 @@
-"""PyVision's texts: its instructions, how the policy writes code and answers, and how it sees the results of code.
-
-From PyVision-RL's agent loop: its tags and names of images are kept letter by letter, since models were trained on them.
-"""
+"""PyVision's texts, kept letter by letter, since models were trained on them: instructions, code, answers, results."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 STOP = "</code>"
-"""What ends a sampled turn (``rollout.sampling.stop``), so that the policy does not invent the result."""
+"""The end of a sampled turn (``rollout.sampling.stop``), or the policy invents the result."""
 _CELL = re.compile(r"<code>\s*```(?:python|py)?[ \t]*\n(.*?)```\s*(?:</code>|$)", re.DOTALL)
 _FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -14,15 +14,13 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
 from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, first
-from rayloop.envs.osworld.machines import Machine, MachineLost, machines_of
-from rayloop.envs.osworld.settings import OSWorldSettings
+from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, machines_of
 
 
 class OSWorld(ScreenEnvironment):
     """A row names a task as domain/id in its column ``osworld``, or has OSWorld's JSON of it there.
 
-    What OSWorld raises, and what does not answer, is a failure of infrastructure; only what ``evaluate`` returns is a result.
-    """
+    OSWorld's errors are failures of infrastructure; only ``evaluate`` returns a result."""
 
     Settings = OSWorldSettings
 
@@ -125,12 +123,11 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 TICKS = 5
 _KEYS = {"meta": "win"}
-"""Names of pyautogui that differ from the grammar's (rayloop/envs/grammar/keys.py)."""
+"""Names of pyautogui that differ from the grammar's (rayloop/envs/grammar/calls.py)."""
 
 
 def code(action: Action) -> str:
-    """The Python that a machine runs for an action in pixels of the screen. What the policy wrote is in it only
-    as a quoted text or as a number. Raises ValueError for an action that a desktop does not have."""
+    """The Python that a machine runs for an action; the policy's text is in it as a quoted text only. Raises ValueError."""
     match action:
         case Click(at, button, times):
             return _calls(f"click({int(at.x)}, {int(at.y)}, clicks={int(times)}, interval=0.05, button={button!r})")

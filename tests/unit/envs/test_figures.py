@@ -14,7 +14,7 @@ from PIL import Image, PngImagePlugin
 
 from rayloop.core.types import ImageSource
 from rayloop.data.images import probe
-from rayloop.envs.interpreter.figures import bare
+from rayloop.envs.interpreter.environment import bare
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (60, 40, 4), np.uint8)
 

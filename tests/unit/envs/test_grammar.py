@@ -29,10 +29,9 @@ from rayloop.envs.grammar.actions import (
     Sleep,
     Type,
 )
-from rayloop.envs.grammar.calls import FUNCTIONS
-from rayloop.envs.grammar.calls import KEYS, NAMED
-from rayloop.envs.grammar.screens import Pointing
+from rayloop.envs.grammar.calls import FUNCTIONS, KEYS, NAMED
 from rayloop.envs.grammar.scanner import read
+from rayloop.envs.grammar.screens import Pointing
 from rayloop.envs.grammar.writer import Spelling, write, written
 
 AT = Point(966, 546)

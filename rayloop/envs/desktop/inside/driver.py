@@ -1,7 +1,4 @@
-"""The first process inside a desktop's sandbox: starts a window manager and programs, acts through XTEST, grabs the screen.
-
-``python -m rayloop.envs.desktop.inside.driver SOCKET JSON``; it answers calls (rayloop/sandbox/frames.py) until the host is gone.
-"""
+"""The first process inside a desktop's sandbox: starts a window manager and programs, acts through XTEST, grabs the screen."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import resource
 import select
 import signal
 import socket
+import stat
 import sys
 import threading
 import time
@@ -24,7 +22,6 @@ from Xlib.display import Display
 from Xlib.error import ConnectionClosedError
 from Xlib.ext import xtest
 
-from rayloop.envs.desktop.inside import home
 from rayloop.envs.desktop.inside.memory import Watch
 from rayloop.sandbox.frames import Channel, Header, arguments
 
@@ -85,11 +82,11 @@ class Desk:
 
     def do_put(self, content: bytes, path: str, mode: int) -> None:
         """Write a file of the home."""
-        home.put(self._home, path, content, mode)
+        put_file(self._home, path, content, mode)
 
     def do_list(self) -> tuple[Header, bytes]:
         """All entries of the home, and the contents of its files."""
-        entries, contents = home.contents(self._home)
+        entries, contents = home_contents(self._home)
         return {"entries": entries}, contents
 
     def do_launch(self, command: list[str], within: float) -> None:
@@ -104,11 +101,7 @@ class Desk:
         self._until(shown, within, f"a window of {command[0]}")
 
     def do_screenshot(self, react: float, settle: float) -> tuple[Header, bytes]:
-        """Rows of 4 bytes a pixel (BGRX).
-
-        Waits at most ``react`` seconds until the screen differs from the last one that was returned, and then at most ``settle``
-        seconds until two looks are equal.
-        """
+        """Rows of 4 bytes a pixel (BGRX), after at most ``react`` seconds for a change and ``settle`` for two equal looks."""
         end = time.monotonic() + react
         pixels = self._grab()
         while pixels == self._last and time.monotonic() < end:
@@ -185,7 +178,7 @@ class Desk:
         os.environ["DISPLAY"] = f":{said.decode().strip()}"
 
     def _blamed(self) -> Exception:
-        """The error for the end of the window manager, or of the connection to X: Spoiled when programs in here caused it."""
+        """The error for the end of the window manager or of X: Spoiled when programs in here caused it."""
         if self._memory.filled:
             filled = self._memory.filled >> 20
             return Spoiled(f"the programs filled {filled} MiB together, of at most {self._memory_mb}, and were ended")
@@ -263,10 +256,9 @@ def confine(settings: dict[str, Any]) -> None:
 
 
 def end_with_the_host(connection: socket.socket) -> None:
-    """End, and with it the whole namespace, when the host's end is closed, also while X does not answer.
+    """End the whole namespace when the host's end is closed, also while X does not answer.
 
-    As root the signal for a parent's death does not come: bwrap has given up the right to signal another user's processes.
-    """
+    As root no signal comes for a parent's death: bwrap has given up the right to signal other users' processes."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
@@ -293,3 +285,64 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+SKIPPED = {".cache", ".config", ".local", ".dbus"}
+"""What programs keep for themselves, at the top of the home."""
+MOST_FILES = 2_000
+MOST_BYTES = 8 << 20
+MOST_OF_ONE = 1 << 20
+"""What is returned of a home: entries, bytes of all files and of one. The rest is there without content."""
+
+
+def put_file(home: str, path: str, content: bytes, mode: int) -> None:
+    """Write a file and the folders above it. Raises ValueError for a path that is not below ``home``."""
+    whole = os.path.normpath(os.path.join(home, path))
+    if not whole.startswith(home + os.sep):
+        raise ValueError(f"{path} is not below the home")
+    os.makedirs(os.path.dirname(whole), exist_ok=True)
+    with open(whole, "wb") as file:
+        file.write(content)
+    os.chmod(whole, mode)
+
+
+def home_contents(home: str) -> tuple[list[dict[str, Any]], bytes]:
+    """The entries of the home (``path``, ``kind``, ``size`` of returned files), and the contents one after the other."""
+    entries: list[dict[str, Any]] = []
+    found: list[bytes] = []
+    room = MOST_BYTES
+    for folder, folders, files in os.walk(home):
+        if folder == home:
+            folders[:] = [name for name in folders if name not in SKIPPED]
+        for name in sorted([*folders, *files]):
+            if len(entries) == MOST_FILES:
+                return entries, b"".join(found)
+            whole = os.path.join(folder, name)
+            entry: dict[str, Any] = {"path": os.path.relpath(whole, home), "kind": _kind(whole)}
+            if entry["kind"] == "file" and (content := _read(whole, min(room, MOST_OF_ONE))) is not None:
+                entry["size"] = len(content)
+                found.append(content)
+                room -= len(content)
+            entries.append(entry)
+    return entries, b"".join(found)
+
+
+def _kind(path: str) -> str:
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return "other"
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+
+
+def _read(path: str, most: int) -> bytes | None:
+    """None when it is larger, no file any more, or cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        content = file.read(most + 1)
+    return content if len(content) <= most else None

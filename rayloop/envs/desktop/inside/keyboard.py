@@ -15,7 +15,7 @@ NAMES = {
     "down": "Down", "left": "Left", "right": "Right", "home": "Home", "end": "End", "pageup": "Prior", "pagedown": "Next",
     **{f"f{number}": f"F{number}" for number in range(1, 13)},
 }  # fmt: skip
-"""The grammar's names of keys that write nothing (rayloop/envs/grammar/keys.py) -> X's."""
+"""The grammar's names of keys that write nothing (rayloop/envs/grammar/calls.py) -> X's."""
 CONTROL = {"\n": 0xFF0D, "\r": 0xFF0D, "\t": 0xFF09, "\b": 0xFF08}
 NOTICED = 0.15
 """Seconds in which programs have read keys typed before, or a changed keyboard map."""

@@ -1,7 +1,4 @@
-"""Sums the memory of all processes of a desktop from /proc, and ends them when it is too much.
-
-Runs inside, as the first process of the desktop, where no process of others is seen.
-"""
+"""Sums the memory of all processes of a desktop from /proc, as its first process, and ends them when it is too much."""
 
 from __future__ import annotations
 
@@ -37,9 +34,9 @@ class Watch:
 
 
 def used(but: int, exact: bool = False) -> int:
-    """Bytes that are in memory: written pages of every process but ``but``, and what lies in memory without a process:
-    anonymous files (memfd) and System V segments. What is mapped and open at once counts twice; files of folders in memory,
-    which have sizes of their own, do not count. What forks share counts for each, or once when ``exact``, which takes longer."""
+    """Bytes of written pages of every process but ``but``, of memfd files and System V segments.
+
+    Pages that forks share count for each, or once when ``exact``, which takes longer. Files of folders in memory do not count."""
     whole, seen = _segments(), set[int]()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != but:
