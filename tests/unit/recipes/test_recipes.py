@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -177,11 +176,3 @@ def test_prepare_writes_rows_that_the_reader_reads(tmp_path: Path) -> None:
 def test_rows_without_digits_are_refused(digits: Any) -> None:
     with pytest.raises(DataFailure, match="rows:1"):
         DigitRows(DigitRows.Settings()).task({"id": "a", "digits": digits}, "rows:1", Path())
-
-
-def test_what_shows_a_feature_is_there() -> None:
-    table = (ROOT / "recipes/features.md").read_text(encoding="utf-8")
-    shown = [name for name in re.findall(r"`([\w/.]+)`", table) if "/" in name and "NAME" not in name]
-    shown = [name for name in shown if name not in ("rollouts/", "evaluations/")]  # folders of a run
-    assert len(shown) > 30
-    assert [name for name in shown if not (ROOT / name).exists()] == []
