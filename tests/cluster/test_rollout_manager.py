@@ -60,7 +60,7 @@ class Loop:
     """The driver's part in it: collects steps, and is the player. ``play`` says what an episode earns."""
 
     def __init__(self, folder: Path, play: Play, **changes: Any) -> None:
-        self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
+        self.config = RunConfig.model_validate(settings(folder, folder, data__order="file", **changes))
         self.ledger, self.reporter = Ledger(), Reporter()
         self.rollouts = RolloutManager(
             self.config,

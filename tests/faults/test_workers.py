@@ -31,7 +31,7 @@ def replaced(made: Run, role: str, killed: float) -> tuple[str, fault_table.Time
 def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: Path) -> None:
     marks = Marks(tmp_path / "marks")
     config = settings(
-        tmp_path, digits_model, steps=9, checkpoint__every=9, data__shuffle=False,
+        tmp_path, digits_model, steps=9, checkpoint__every=9, data__order="file",
         policy__loss__kl_coef=0.01,
         rollout__sampling={"max_tokens": 300, "min_tokens": 300}, reward__source__with={"seconds": 0.3},
     )  # fmt: skip

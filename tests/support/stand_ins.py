@@ -116,7 +116,7 @@ class World:
     ) -> None:  # fmt: skip
         monkeypatch.setattr(ray, "kill", lambda handle: handle.dead.set())
         monkeypatch.setattr(ray, "cancel", lambda result: None)
-        self.config = RunConfig.model_validate(settings(folder, folder, data__shuffle=False, **changes))
+        self.config = RunConfig.model_validate(settings(folder, folder, data__order="file", **changes))
         self.behave, self.random, self.nodes = behave, random.Random(0), nodes
         self.plays: Counter[str] = Counter()
         self.engines: dict[TrajectoryId, int] = {}

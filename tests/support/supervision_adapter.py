@@ -58,6 +58,8 @@ def configured(values: Mapping[str, Any], patch: pytest.MonkeyPatch) -> dict[str
         patch.setattr(RecoverySettings, name, given.pop(f"recovery__{name}", default))
     patch.setattr(weight_sync, "PROBES", 1)
     given.pop("environment__episode__request_timeout", None)
+    if given.pop("data__shuffle", True) is False:
+        given["data__order"] = "file"
     if given.pop("reference__kind", None) == "actor":  # follows from a KL term without an adapter
         given["policy__loss__kl_coef"] = 0.1
     return given
