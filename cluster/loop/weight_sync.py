@@ -29,8 +29,9 @@ from rayloop.transports.seam import WeightTransport, WeightUpdate, transport
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
 PROBES = 4
-"""Training tasks played for the log-prob check, the self-test and the drift check; also the failures of tasks, with none that can
-be played, after which the check at the start gives up."""
+"""Training tasks played for the log-prob check, the self-test and the drift check."""
+FAILING = 4
+"""Tasks that cannot be played, with none that can, before the check at the start gives up."""
 LOGPROB_CHECK = "logprob_check"
 """The purpose of the first probes; that of the self-test's is the name of the changed parameters."""
 SELF_TEST_TOKENS = 32
@@ -231,7 +232,7 @@ class WeightSync:
             most = min(sampling.max_tokens, SELF_TEST_TOKENS)
             sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         playable = ((number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable)
-        while chosen := list(islice(playable, PROBES - max(len(payloads), len(failed)))):
+        while chosen := list(islice(playable, min(PROBES - len(payloads), max(PROBES, FAILING) - len(failed)))):
             requests = [
                 RolloutRequest(task, TrajectoryId(-1 - number, 0), 0, derive(self.config.seed, "probe", purpose, task.id), sampling)
                 for number, task in chosen
