@@ -39,7 +39,7 @@ PROBES = {
     "contract": Probe("benchmarks.gpu.suites:contract", "vLLM, pytest", 900.0),
     "graphs": Probe("benchmarks.gpu.suites:graphs", "vLLM, pytest", 1800.0),
     "whole": Probe("benchmarks.gpu.runs:whole", "vLLM, Ray", 900.0),
-    "weight_update": Probe("benchmarks.gpu.runs:weight update", "vLLM, Ray", 1800.0),
+    "weight_update": Probe("benchmarks.gpu.runs:weight_update", "vLLM, Ray", 1800.0),
 }
 """In the order in which they are worth running: a fault in an early one explains those after it."""
 

@@ -32,7 +32,7 @@ PROBES = 4
 """Training tasks played for the log-prob check, the self-test and the drift check."""
 FAILING = 4
 """Tasks that cannot be played, with none that can, before the check at the start gives up."""
-LOGPROB_CHECK = "logprob_check"
+LOGPROB_CHECK = "log-prob check"
 """The purpose of the first probes; that of the self-test's is the name of the changed parameters."""
 SELF_TEST_TOKENS = 32
 """Maximum tokens of an answer of the self-test, whose first tokens show whether weights arrived."""

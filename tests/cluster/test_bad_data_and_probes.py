@@ -100,7 +100,7 @@ def test_bad_data_is_what_two_actors_say(world: Make, actors: int, asked: int, n
 # Probes ----------------------------------------------------------------------------------------------------------------------
 
 
-async def probe(made: World, purpose: str = "logprob_check") -> list[Any]:
+async def probe(made: World, purpose: str = "log-prob check") -> list[Any]:
     """What the proof at the start does first: an episode on each of the first tasks."""
     reporter: Any = SimpleNamespace(event=made._emit)
     player = await made.player()
@@ -138,7 +138,7 @@ def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> N
         reporter: Any = SimpleNamespace(event=made._emit)
         player = await made.player()
         weight_sync = WeightSync(made.config, player.services, reporter)
-        for purpose in ("logprob_check", "language"):
+        for purpose in ("log-prob check", "language"):
             assert len(await weight_sync._probe(made.rollouts.scheduler.probe_tasks(), player, purpose)) == 4
 
     asyncio.run(twice())
@@ -212,7 +212,7 @@ def test_a_number_that_hung_as_a_probe_is_free_for_another_task(world: Make, mon
         player = await made.player()
         weight_sync = WeightSync(made.config, player.services, SimpleNamespace(event=made._emit))  # type: ignore[arg-type]
         bad, good = made.rollouts.dataset[3], made.rollouts.dataset[4]
-        assert len(await weight_sync._probe([bad, good], player, "logprob_check")) == 1
+        assert len(await weight_sync._probe([bad, good], player, "log-prob check")) == 1
         assert len(await weight_sync._probe([good], player, "language")) == 1
 
     asyncio.run(two())

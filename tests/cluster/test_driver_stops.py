@@ -163,7 +163,7 @@ def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -
 
     async def compare(self: PolicyGroup, payloads: list[str], swap_images: bool = False) -> LogprobGap:
         await asyncio.sleep(0)
-        moved = payloads == ["logprob_check"] and not swap_images
+        moved = payloads == ["log-prob check"] and not swap_images
         return LogprobGap(1, float(moved), float(moved))
 
     async def evaluate(self: Driver) -> None:

@@ -316,7 +316,7 @@ CASES = [
         counts={},
         events={"episode_failed": 12, "probe_failed": 4},
         tries=2,
-        why="none of 4 tasks could be played for the logprob_check probe: reset rais",
+        why="none of 4 tasks could be played for the log-prob check probe: reset rais",
         step=0,
     ),
     case(
@@ -337,7 +337,7 @@ CASES = [
         events={"episode_failed": 4, "probe_failed": 4},
         quarantined=("train-0", "train-1", "train-2", "train-3"),
         tries=1,
-        why="none of 4 tasks could be played for the logprob_check probe: cannot ide",
+        why="none of 4 tasks could be played for the log-prob check probe: cannot ide",
         step=0,
     ),
     case(
@@ -436,7 +436,7 @@ CASES = [
         Fault("train", "silent", step=2, times=1),
         code=69,
         counts={"trained": 8},
-        events={"episode_failed": 4, "worker_lost": 1},
+        events={"episode_failed": 8, "worker_lost": 1},
         tries=1,
         why="the environment role had fewer than 1 of 1 actors in service, an",
         step=1,
