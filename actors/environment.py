@@ -74,10 +74,8 @@ class EnvironmentActor(Actor):
         self, requests: Sequence[RolloutRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
     ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
         """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): their results, then their payloads.
-
         A failure is a value without a payload. Takes at most the timeout of an episode and ``CLOSE_TIMEOUT``. Raises WorkerSpent,
-        before anything is played.
-        """
+        before anything is played."""
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
         first = FirstTurn(len(requests), self._images) if len(requests) > 1 and self._settings.max_turns == 1 else None

@@ -1,7 +1,6 @@
 """An image is sent once per engine: a request names its images by hash, and carries the bytes that its engine has not had.
-
-``SentImages`` is the half of the process that calls engines, ``ImageCache`` that of a rollout actor. An engine gets whole prompts.
-"""
+``SentImages`` is the half of the process that calls engines, ``ImageCache`` that of a rollout actor. An engine gets whole
+prompts."""
 
 from __future__ import annotations
 
@@ -104,9 +103,7 @@ class SentImages:
         count: Callable[[ImagesSent], None],
     ) -> R:
         """The engine's answer to the prompt, which ``send`` sends, again with missing bytes when the engine asks for them.
-
-        ``count`` gets the numbers of images sent. Raises InfrastructureFailure when the engine lacks images that were sent.
-        """
+        ``count`` gets the numbers of images sent. Raises InfrastructureFailure when the engine lacks images that were sent."""
         images = {image.ref.sha256 for image in prompt.images if image.data is not None}
         had, again = {name for name in images if self._had.get((engine, name))}, 0
         while True:

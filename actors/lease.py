@@ -62,11 +62,9 @@ class LeasesEngines(Protocol):
 
 
 class FirstTurn:
-    """The first turn of the episodes of one call: those with the same prompt, except for the seed, share one request.
-
-    It is sent when all episodes have asked, or after twice the time that the first one took, at least ``PATIENCE`` seconds more. A
-    later episode asks alone.
-    """
+    """The first turn of the episodes of one call: those with the same prompt, except for the seed, share one request. It is sent
+    when all episodes have asked, or after twice the time that the first one took, at least ``PATIENCE`` seconds more. A later
+    episode asks alone."""
 
     def __init__(self, episodes: int, images: SentImages) -> None:
         self._missing, self._images = episodes, images
@@ -145,11 +143,9 @@ async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
 
 
 class LeasedEngine:
-    """Generation for one episode: on the leased engine, and when that is lost on the next one that the driver leases.
-
-    With ``first``, its first request is shared. In deterministic mode (``request.cohort``) the requests of a group's first attempt
-    are decoded as one batch; after a loss, or in a later attempt, the episode generates alone.
-    """
+    """Generation for one episode: on the leased engine, and when that is lost on the next one that the driver leases. With
+    ``first``, its first request is shared. In deterministic mode (``request.cohort``) the requests of a group's first attempt are
+    decoded as one batch; after a loss, or in a later attempt, the episode generates alone."""
 
     def __init__(
         self,
@@ -169,10 +165,8 @@ class LeasedEngine:
             self._cohort = Cohort(str(request.id.group), request.cohort)
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn; the same prompt and seed are sent to another engine when one is lost.
-
-        Raises what the engine and ``driver.lease_engine`` raise. That call has no deadline here: the driver bounds its wait.
-        """
+        """Sample one turn; the same prompt and seed are sent to another engine when one is lost. Raises what the engine and
+        ``driver.lease_engine`` raise. That call has no deadline here: the driver bounds its wait."""
         while True:
             sent = dataclasses.replace(prompt, cohort=self._cohort)
             first, self._first = self._first, None

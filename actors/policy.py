@@ -42,10 +42,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """Sampling engine against trainer, over ``tokens`` sampled tokens: mean and max |log-prob difference|.
-
-    ``swapped`` is the mean change of the trainer's own log-probs over trajectories with images when these are swapped.
-    """
+    """Sampling engine against trainer, over ``tokens`` sampled tokens: mean and max |log-prob difference|. ``swapped`` is the mean
+    change of the trainer's own log-probs over trajectories with images when these are swapped."""
 
     tokens: int
     mean: float
@@ -71,11 +69,8 @@ def assignments(
     groups: Sequence[Group], ranks: int, update: UpdateSettings, seed: int, version: Version, nominal: int, *,
     treat_as_on_policy: bool,
 ) -> list[list[list[Assignment]]]:  # fmt: skip
-    """The kept members of the groups that each rank trains on, for each update of a step.
-
-    Mini-batches are cut at group boundaries and shuffled by seed and step; whole groups are spread over the ranks (``shares``).
-    ``nominal``: trajectories of a full step.
-    """
+    """The kept members of the groups that each rank trains on, for each update of a step. Mini-batches are cut at group boundaries
+    and shuffled by seed and step; whole groups are spread over the ranks (``shares``). ``nominal``: trajectories of a full step."""
 
     def assignment(member: Member) -> Assignment:
         assert member.advantage is not None

@@ -1,7 +1,5 @@
-"""The driver: GRPO with partial dynamic filtering over actors. It moves references and decisions, never tensors.
-
-``Driver.run`` and ``Driver.finish`` are the algorithm; the methods that they call follow in the order of the calls.
-"""
+"""The driver: GRPO with partial dynamic filtering over actors. It moves references and decisions, never tensors. ``Driver.run`` and
+``Driver.finish`` are the algorithm; the methods that they call follow in the order of the calls."""
 
 from __future__ import annotations
 
@@ -53,10 +51,8 @@ REFERENCE_SHARE = 1 / 6
 
 
 class Driver:
-    """One per run; it lives in an actor (cluster/driver_actor.py), ``handle``, and owns all others.
-
-    ``origin`` is the checkpoint to continue from; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints.
-    """
+    """One per run; it lives in an actor (cluster/driver_actor.py), ``handle``, and owns all others. ``origin`` is the checkpoint to
+    continue from; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints."""
 
     def __init__(
         self, config: RunConfig, services: TrainingServices, reporter: Reporter, origin: Origin,
@@ -120,10 +116,8 @@ class Driver:
     # What the loop calls -------------------------------------------------------------------------------------------
 
     async def main(self) -> dict[str, Any]:
-        """Start the actors, run, and rebuild the policy when a rank dies. Returns the last step's summary.
-
-        Raises a RayloopError; Preempted after a requested stop that came before the last step.
-        """
+        """Start the actors, run, and rebuild the policy when a rank dies. Returns the last step's summary. Raises a RayloopError;
+        Preempted after a requested stop that came before the last step."""
         try:
             logs = self.reporter.folder.path / "logs"
             emit, phase = self.reporter.event, lambda: self.timings.phase

@@ -50,10 +50,8 @@ def actor_name(role: str) -> str:
 
 
 async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], emit: Emit) -> PlacementGroup:
-    """Reserve the resources of all actors at once; waits for nodes that are still to come.
-
-    Raises ResourcesUnavailable with the numbers. A placement group outlives a driver that died: its own is removed first.
-    """
+    """Reserve the resources of all actors at once; waits for nodes that are still to come. Raises ResourcesUnavailable with the
+    numbers. A placement group outlives a driver that died: its own is removed first."""
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
     timeout = config.recovery.start_timeout
@@ -86,10 +84,8 @@ def _short(wanted: list[dict[str, float]]) -> str:
 
 
 class Services:
-    """The pools that play and score, for an evaluation. Ray ends their actors with the process that created them.
-
-    ``wanted``, ``up``: actors to start, and started. ``weights``: the folder where transports and engines write weight updates.
-    """
+    """The pools that play and score, for an evaluation. Ray ends their actors with the process that created them. ``wanted``,
+    ``up``: actors to start, and started. ``weights``: the folder where transports and engines write weight updates."""
 
     trains = False
 

@@ -32,12 +32,10 @@ def session(
     needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path, namespace: str | None = None,
     store: int = OBJECT_STORE,
 ) -> Iterator[None]:  # fmt: skip
-    """Join the cluster at ``address``; without one, start a private cluster that ends with the block.
-
-    ``needed``: resource -> sum over the actors. A private cluster has that many logical CPUs, so that a laptop can hold all roles;
-    its files are below ``temporary`` (made by rayloop/launch/ray_variables.py), and its actors' logs are copied to ``logs``.
-    ``namespace``: Ray's, of the actors' names; None: a random one. ``store``: bytes of a private cluster's object store.
-    """
+    """Join the cluster at ``address``; without one, start a private cluster that ends with the block. ``needed``: resource -> sum
+    over the actors. A private cluster has that many logical CPUs, so that a laptop can hold all roles; its files are below
+    ``temporary`` (made by rayloop/launch/ray_variables.py), and its actors' logs are copied to ``logs``. ``namespace``: Ray's, of
+    the actors' names; None: a random one. ``store``: bytes of a private cluster's object store."""
     if address:
         ray.init(address=address, log_to_driver=False, namespace=namespace)
         try:
@@ -71,10 +69,8 @@ STARTS = 3
 
 
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
-    """Start a cluster on this machine, with ``store`` bytes for objects and all its files in ``folder``.
-
-    Raises ConfigError when too few files may be open, and Ray's error of the last of ``STARTS`` attempts.
-    """
+    """Start a cluster on this machine, with ``store`` bytes for objects and all its files in ``folder``. Raises ConfigError when
+    too few files may be open, and Ray's error of the last of ``STARTS`` attempts."""
     if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < FILES:
         raise ConfigError(
             f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least. Run `ulimit -n 8192` before the "

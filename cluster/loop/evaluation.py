@@ -22,10 +22,8 @@ async def play(
     asked: Sequence[Play], config: RunConfig, player: EpisodeRunner, step: int,
     keep: Callable[[Item, dict[str, bytes]], None], report: Callable[[Member], None],
 ) -> list[Item]:  # fmt: skip
-    """Play all answers that are ``asked``; those of an arm to a task are a group.
-
-    ``keep`` gets each item at once, with the images of its group by hash; ``report`` gets each member, which has the traceback.
-    """
+    """Play all answers that are ``asked``; those of an arm to a task are a group. ``keep`` gets each item at once, with the images
+    of its group by hash; ``report`` gets each member, which has the traceback."""
     together: dict[tuple[str, str], list[int]] = {}
     for index, one in enumerate(asked):
         together.setdefault((one.arm, one.task.id), []).append(index)

@@ -57,12 +57,10 @@ def evaluate(
     config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None,
     retries: int = 0, benchmark: str = "",
 ) -> int:  # fmt: skip
-    """Evaluate ``config.model`` on the rows of ``data`` and write items.jsonl, summary.json and results.json into ``out``.
-
-    Items that ``out`` has already are not played again. One that ``sampling.max_tokens`` cut is, as often as ``retries``, with
-    twice the room each time. Returns 0, or 1 when some items have no score. Raises ConfigError when ``out`` belongs to another
-    model, configuration or file.
-    """
+    """Evaluate ``config.model`` on the rows of ``data`` and write items.jsonl, summary.json and results.json into ``out``. Items
+    that ``out`` has already are not played again. One that ``sampling.max_tokens`` cut is, as often as ``retries``, with twice the
+    room each time. Returns 0, or 1 when some items have no score. Raises ConfigError when ``out`` belongs to another model,
+    configuration or file."""
     tasks = evenly([*_read(data, config)], config.evaluation.limit)
     asked = plays(config, tasks, controls=controls, samples=samples)
     if controls and not any(task.images for task in tasks):
@@ -152,10 +150,8 @@ class Evaluator(Actor):
         self.retries = 0
 
     async def main(self, missing: Sequence[Play], retries: int = 0) -> str:
-        """Play what is missing. Items without a score are not kept, nor those that were cut and are played again.
-
-        Returns why the first item without a score has none; "" when all have one.
-        """
+        """Play what is missing. Items without a score are not kept, nor those that were cut and are played again. Returns why the
+        first item without a score has none; "" when all have one."""
         services = Services(self.config, str(self.out), self._emit)
         me = ray.get_runtime_context().current_actor
         self.player = EpisodeRunner(self.config, services, me, self._emit)

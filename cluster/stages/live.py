@@ -1,7 +1,5 @@
-"""A live run seen from outside: its actors, their stacks and logs, and a request to stop.
-
-All but ``stop_driver`` asks Ray, not the driver, and so answers when the driver hangs.
-"""
+"""A live run seen from outside: its actors, their stacks and logs, and a request to stop. All but ``stop_driver`` asks Ray, not the
+driver, and so answers when the driver hangs."""
 
 from __future__ import annotations
 
@@ -151,10 +149,8 @@ def _printed_there(actor: LiveActor, lines: int) -> str:
 
 
 def stop_driver(place: Place) -> None:
-    """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet.
-
-    A driver that ends before it answers is no error: a small run ends within milliseconds.
-    """
+    """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet. A
+    driver that ends before it answers is no error: a small run ends within milliseconds."""
     with joined(place) as actors:
         name = of_role(actors, "driver")[-1].name
         try:

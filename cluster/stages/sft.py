@@ -1,8 +1,6 @@
-"""The supervised stage on Ray Train: each worker of a TorchTrainer runs the loop as one rank of the trainer.
-
-Ray Train starts the workers, again from the last checkpoint when one dies. ``output``/run has progress.txt, logs, and the
-checkpoints until the stage has ended.
-"""
+"""The supervised stage on Ray Train: each worker of a TorchTrainer runs the loop as one rank of the trainer. Ray Train starts the
+workers, again from the last checkpoint when one dies. ``output``/run has progress.txt, logs, and the checkpoints until the stage
+has ended."""
 
 from __future__ import annotations
 
@@ -42,10 +40,8 @@ POLL = 0.5
 
 
 def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
-    """Train and write the model, in the cluster at ``address`` or in a private one whose files are in ``temporary``.
-
-    Continues from the last checkpoint of an interrupted stage. Returns 0; raises RayloopError.
-    """
+    """Train and write the model, in the cluster at ``address`` or in a private one whose files are in ``temporary``. Continues from
+    the last checkpoint of an interrupted stage. Returns 0; raises RayloopError."""
     folder = local_path(config.output) / RUN
     make_folder(folder / "logs", "output=FOLDER")
     placement = config.placement

@@ -64,10 +64,8 @@ class DriverLost(RayloopError):
 
 
 def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
-    """Run to the end, in the cluster at ``address`` or in a private one whose files are in ``temporary``.
-
-    Returns 0; raises RayloopError (its exit code is the command's).
-    """
+    """Run to the end, in the cluster at ``address`` or in a private one whose files are in ``temporary``. Returns 0; raises
+    RayloopError (its exit code is the command's)."""
     folder = RunFolder(config.output, config.name)
     make_folder(folder.path, "output=FOLDER")
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
@@ -150,9 +148,7 @@ def _run(
     head: HeadWatch,
 ) -> dict[str, Any]:
     """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
-
-    ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises HeadGone when the cluster is lost.
-    """
+    ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises HeadGone when the cluster is lost."""
     path = str(folder.path.resolve())
     budget = Budget(config.recovery.driver_restarts)
     for restarts in count():
@@ -210,11 +206,9 @@ def _follow(
     driver: Handle[DriverActor], progress: Progress, silence: float, until: Callable[[], float], origin: Origin,
     folder: RunFolder, head: HeadWatch,
 ) -> dict[str, Any]:  # fmt: skip
-    """Show what the driver reports until it ends. Returns its result; raises what it raised.
-
-    Raises RunTaken when another process has taken the run, HeadGone, WorkerLost when the driver does not answer for ``silence``
-    seconds, NotSaved when it has not ended at the time ``until`` (``time.monotonic``).
-    """
+    """Show what the driver reports until it ends. Returns its result; raises what it raised. Raises RunTaken when another process
+    has taken the run, HeadGone, WorkerLost when the driver does not answer for ``silence`` seconds, NotSaved when it has not ended
+    at the time ``until`` (``time.monotonic``)."""
     running, seen, answered, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER
     while True:
         folder.lock.check()
@@ -256,11 +250,9 @@ def _follow(
 
 @contextmanager
 def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], None]]:
-    """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process.
-
-    Yields a function that raises ``stopped()`` when a SIGTERM has come: an exception of a signal handler is lost when it hits a
-    callback of the interpreter, but the wakeup pipe gets every signal.
-    """
+    """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process. Yields a function that raises
+    ``stopped()`` when a SIGTERM has come: an exception of a signal handler is lost when it hits a callback of the interpreter, but
+    the wakeup pipe gets every signal."""
     seen, written = socket.socketpair()
     with seen, written, handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
         seen.setblocking(False)
@@ -284,10 +276,8 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
 
 @contextmanager
 def _stop_on_signal(driver: Handle[DriverActor], progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
-    """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once.
-
-    Yields a function that returns the time (``time.monotonic``) at which the driver must have ended: ``grace`` s after a signal.
-    """
+    """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once. Yields a function
+    that returns the time (``time.monotonic``) at which the driver must have ended: ``grace`` s after a signal."""
     until = math.inf
 
     def stop(number: int, frame: Any) -> None:

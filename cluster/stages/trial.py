@@ -1,7 +1,5 @@
-"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and the reward of each.
-
-No Ray cluster is started. The reader, the renderer, the episode loop and the rollout and reward classes run in this process.
-"""
+"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and the reward of each. No Ray cluster is started.
+The reader, the renderer, the episode loop and the rollout and reward classes run in this process."""
 
 from __future__ import annotations
 
@@ -54,10 +52,8 @@ Write = Callable[[str], None]
 
 
 def try_row(config: RunConfig, row: int | None, write: Write = print) -> int:
-    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``write`` what happens.
-
-    Returns 0 when both answers have a reward, else 1. Raises RayloopError, as a run would before its first step.
-    """
+    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``write`` what happens. Returns 0 when
+    both answers have a reward, else 1. Raises RayloopError, as a run would before its first step."""
     write = _escaping(write)
     dataset, task = _chosen(config, row, write)
     write(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")

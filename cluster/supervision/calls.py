@@ -1,7 +1,5 @@
-"""Calls that play or score episodes: on which actor and engine, for how long, and the result of each episode.
-
-A call that fails as a whole becomes a ``Failure`` of each of its episodes. attempts.py decides what is done about it.
-"""
+"""Calls that play or score episodes: on which actor and engine, for how long, and the result of each episode. A call that fails as
+a whole becomes a ``Failure`` of each of its episodes. attempts.py decides what is done about it."""
 
 from __future__ import annotations
 
@@ -181,9 +179,7 @@ class RewardCalls:
 
     async def _ask(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int, slots: set[int]) -> list[Outcome]:
         """The outcomes of some reward actor, if possible not in ``slots``, to which its slot is added when something failed there.
-
-        The payloads travel with the call; when one is lost, the actor fetches them, to find out which. Raises WorkerLost.
-        """
+        The payloads travel with the call; when one is lost, the actor fetches them, to find out which. Raises WorkerLost."""
         calls = self._services.reward.within(2 * self._settings.timeout + 10, ATTEMPTS, _unable, slots)
         try:
             return await calls.call(RewardActor.score, task, step, *map(resolved, payloads))

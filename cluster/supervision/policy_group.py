@@ -59,9 +59,7 @@ class PolicyGroup:
 
     async def start(self) -> None:
         """Create the ranks and let them meet. If one is lost meanwhile, all are stopped, and the first call raises PolicyLost.
-
-        Raises WorkerStartFailed.
-        """
+        Raises WorkerStartFailed."""
         try:
             await self._meet()
         except PolicyLost as error:

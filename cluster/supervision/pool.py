@@ -1,8 +1,6 @@
-"""A pool: the interchangeable workers of one role. It leases them, notices that one is gone, and replaces it.
-
-A worker has a serial number that is never used twice, so a late report about one that was replaced has no effect. Ray's
-``max_restarts`` would only rerun ``__init__``; a replacement here serves only after ``admit`` (of engines: loading the weights).
-"""
+"""A pool: the interchangeable workers of one role. It leases them, notices that one is gone, and replaces it. A worker has a serial
+number that is never used twice, so a late report about one that was replaced has no effect. Ray's ``max_restarts`` would only rerun
+``__init__``; a replacement here serves only after ``admit`` (of engines: loading the weights)."""
 
 from __future__ import annotations
 
@@ -61,10 +59,8 @@ class Worker(Generic[A]):
 
 class Pool(Generic[A]):
     """Workers of one role, actors of class ``A``. ``ended``: serial numbers of those retired, whose other calls are not to blame.
-
     ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service. A slot is replaced at most
-    ``recovery.replacements`` times an hour. Raises RolesExhausted when none serves for ``recovery.start_timeout``.
-    """
+    ``recovery.replacements`` times an hour. Raises RolesExhausted when none serves for ``recovery.start_timeout``."""
 
     def __init__(
         self,
@@ -139,12 +135,9 @@ class Pool(Generic[A]):
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
         """The worker that already serves this affinity, or the least loaded one; if possible not on the nodes of the slots to
-        ``avoid``, or at least not in these slots.
-
-        ``count``: the episodes of the call. A failure weighs as much as a lease until the worker succeeds, so that one that fails
-        fast does not attract work; of equals the least recently leased. Waits for a replacement while one is pending. Raises
-        RolesExhausted, and WorkerLost when none is pending.
-        """
+        ``avoid``, or at least not in these slots. ``count``: the episodes of the call. A failure weighs as much as a lease until
+        the worker succeeds, so that one that fails fast does not attract work; of equals the least recently leased. Waits for a
+        replacement while one is pending. Raises RolesExhausted, and WorkerLost when none is pending."""
         while not self.workers:
             if self._failure is not None:
                 raise self._failure
@@ -267,12 +260,9 @@ class Pool(Generic[A]):
     def within(
         self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None, avoid: set[int] | None = None
     ) -> Calls[A]:
-        """The options of a call: ``pool.within(deadline, attempts).call(RewardActor.score, ...)``.
-
-        ``deadline``: seconds for one attempt. ``attempts``: how many workers may be lost with the call. ``unable``: whether an
-        answer shows that something around the worker failed, which is a miss. ``avoid``: slots that are avoided; those that were
-        lost or unable are added.
-        """
+        """The options of a call: ``pool.within(deadline, attempts).call(RewardActor.score, ...)``. ``deadline``: seconds for one
+        attempt. ``attempts``: how many workers may be lost with the call. ``unable``: whether an answer shows that something around
+        the worker failed, which is a miss. ``avoid``: slots that are avoided; those that were lost or unable are added."""
         return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid)
 
     async def check(self) -> list[Any]:
@@ -327,10 +317,8 @@ class Calls(Generic[A]):
     avoid: set[int]
 
     async def call(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of some worker, again elsewhere when the worker is lost: only for calls that may run twice.
-
-        Raises what the method raised, or WorkerLost when the attempts are spent.
-        """
+        """Call a method of some worker, again elsewhere when the worker is lost: only for calls that may run twice. Raises what the
+        method raised, or WorkerLost when the attempts are spent."""
 
         def begin(handle: Handle[A]) -> tuple[Ref[R]]:
             return (submit(handle, method, *args, **kwargs),)

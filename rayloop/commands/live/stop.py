@@ -1,7 +1,5 @@
-"""``stop``: ask live runs to save and end, and wait until they have.
-
-A run whose process is on this machine gets SIGTERM; of another machine's the driver is asked, through the run's Ray cluster.
-"""
+"""``stop``: ask live runs to save and end, and wait until they have. A run whose process is on this machine gets SIGTERM; of
+another machine's the driver is asked, through the run's Ray cluster."""
 
 from __future__ import annotations
 
