@@ -1,6 +1,5 @@
 """An image is sent once per engine: a request names its images by hash, and carries the bytes that its engine has not had.
-``SentImages`` is the half of the process that calls engines, ``ImageCache`` that of a rollout actor. An engine gets whole
-prompts."""
+``SentImages`` is the half of the process that calls engines, ``ImageCache`` that of a rollout actor."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ class MissingImages:
 
 
 class ImageCache:
-    """The encoded images of one rollout actor by hash, at most ``limit`` bytes and those of running requests; drops the least
-    recently used. For one event loop."""
+    """A rollout actor's images by hash: ``limit`` bytes, and those of running requests; drops the least recently used."""
 
     def __init__(self, limit: int = KEPT) -> None:
         self._running: Counter[str] = Counter()

@@ -63,8 +63,7 @@ class LeasesEngines(Protocol):
 
 class FirstTurn:
     """The first turn of the episodes of one call: those with the same prompt, except for the seed, share one request. It is sent
-    when all episodes have asked, or after twice the time that the first one took, at least ``PATIENCE`` seconds more. A later
-    episode asks alone."""
+    when all have asked, or after twice the time that the first one took, at least ``PATIENCE`` seconds more."""
 
     def __init__(self, episodes: int, images: SentImages) -> None:
         self._missing, self._images = episodes, images
@@ -143,9 +142,8 @@ async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
 
 
 class LeasedEngine:
-    """Generation for one episode: on the leased engine, and when that is lost on the next one that the driver leases. With
-    ``first``, its first request is shared. In deterministic mode (``request.cohort``) the requests of a group's first attempt are
-    decoded as one batch; after a loss, or in a later attempt, the episode generates alone."""
+    """Generation for one episode, on another leased engine when one is lost. With ``first``, its first request is shared. A group's
+    first attempt is decoded as one batch in deterministic mode (``request.cohort``), but not after a loss."""
 
     def __init__(
         self,

@@ -148,8 +148,7 @@ class PolicyRank(Actor):
             grow_segments()
 
     def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
-        """Fetch this rank's share of the next step. Returns the trajectories of which data is lost: the rest must then be
-        assigned again."""
+        """Fetch this rank's share of the next step. Returns the trajectories of which data is lost, to assign the rest again."""
         began = time.perf_counter()
         assigned = [a for update in updates for a in update]
         found, gone = fetch([ref for a in assigned for ref in (a.payload, a.reference) if ref is not None])
@@ -218,8 +217,7 @@ class PolicyRank(Actor):
         self.engine.restore_parameters()
 
     def shares(self, probe: str, within: float) -> str | None:
-        """Write a file into the folder ``probe``, made by the driver. Returns None, or the host name when the folder does not
-        appear ``within`` seconds."""
+        """Write a file into the driver's folder ``probe``. Returns the host name when it does not appear ``within`` seconds."""
         if not appears(Path(probe), within):
             return self.host()
         (Path(probe) / f"rank-{self.rank}").touch()

@@ -60,12 +60,10 @@ class RewardActor(Actor):
         return [lost if ref in gone else next(there) for ref in payloads]
 
     async def judge(self, trajectories: Sequence[Trajectory], task: Task, step: int) -> list[Outcome]:
-        """The outcomes of trajectories that are scored together for training step ``step``, within twice the timeout.
-
-        A grader that raises or hangs is called once more; ``reward.on_error`` decides about the second failure. Failures of
-        network, disk or memory, and of ``infrastructure`` sources, leave trajectories unscored. One whose action hung a tool gets
-        the failing value without a grader. Raises WorkerSpent, and RewardLost and ConfigError, with which a source ends the run.
-        """
+        """The outcomes of trajectories that are scored together for training step ``step``, within twice the timeout. A grader that
+        raises or hangs is called once more; ``reward.on_error`` decides about the second failure. Failures of network, disk or
+        memory, and of ``infrastructure`` sources, leave trajectories unscored. One whose action hung a tool gets the failing value
+        without a grader. Raises WorkerSpent, and RewardLost and ConfigError, with which a source ends the run."""
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of the grader hang in this process")
         hung = Scored(self._settings.failing_value, flags=(str(EndReason.TOOL_DEADLINE),))

@@ -275,8 +275,7 @@ class Driver:
 
     @timed("testing")
     async def evaluate(self, ending: bool = False) -> None:
-        """Play the held-out tasks when due, before the first and after the last step, and when a run is ``ending`` for lack of
-        trajectories."""
+        """Play the held-out tasks when due, before the first and after the last step, and when the run is ``ending`` early."""
         if not self.held_out:
             return
         due, last = self.step % self.config.evaluation.every == 0, self.done or ending

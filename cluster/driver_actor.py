@@ -27,9 +27,9 @@ from rayloop.view.words import doing
 
 
 class DriverActor(Actor):
-    """One asynchronous Ray actor per run, owned by the ``train`` process; its driver owns all other actors. ``folder`` is the run
-    folder, visible to all nodes; ``hashes`` are those of rayloop/run/identity.py; ``resume``, ``since`` and ``fence`` are those of
-    ``Origin``, by default of a start that is made now."""
+    """One asynchronous Ray actor per run, owned by the ``train`` process. ``folder``: the run folder, visible to all nodes;
+    ``hashes``: of rayloop/run/identity.py; ``resume``, ``since`` and ``fence``: of ``Origin``, by default of a start that is made
+    now."""
 
     def __init__(
         self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING, since: int | None = None,

@@ -159,8 +159,7 @@ class Services:
         }
 
     def _where(self, bundle: int, placement: Placement) -> Any:
-        """The strategy for its bundle; or for another node with room, when the bundle's node is avoided. The bundle stays reserved,
-        so that no actor gets a bad GPU of it."""
+        """Its bundle; another node with room when the bundle's is avoided. The bundle stays reserved, with its bad GPU."""
         assert self._group is not None, "start() reserves"
         inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         if not self.nodes.avoids():

@@ -33,9 +33,9 @@ def session(
     store: int = OBJECT_STORE,
 ) -> Iterator[None]:  # fmt: skip
     """Join the cluster at ``address``; without one, start a private cluster that ends with the block. ``needed``: resource -> sum
-    over the actors. A private cluster has that many logical CPUs, so that a laptop can hold all roles; its files are below
-    ``temporary`` (made by rayloop/launch/ray_variables.py), and its actors' logs are copied to ``logs``. ``namespace``: Ray's, of
-    the actors' names; None: a random one. ``store``: bytes of a private cluster's object store."""
+    over the actors; a private cluster has that many logical CPUs, so that a laptop can hold all roles. Its files are below
+    ``temporary``, its actors' logs are copied to ``logs``. ``namespace``: of the actors' names. ``store``: bytes of its object
+    store."""
     if address:
         ray.init(address=address, log_to_driver=False, namespace=namespace)
         try:

@@ -39,8 +39,7 @@ SUSPECT = (Diverged, LedgerError, LogprobMismatch, WeightSyncError, AlarmStopped
 
 
 class Run(Protocol):
-    """The driver at its end. ``begun``: the step that was restored. ``lost``: a rank died, and no step has been restored since.
-    ``updating``: an update was begun and has not ended."""
+    """The driver at its end. ``begun``: the step that was restored. ``lost``: a rank died, and no step was restored since."""
 
     config: RunConfig
     reporter: Reporter

@@ -67,9 +67,8 @@ class Saving:
         return self.saved is not None and self.saved[0] == version and complete(self.saved[1].folder) is not None
 
     async def save(self, step: SavedStep, policy: PolicyGroup) -> None:
-        """Save a step, when the one before is written. Returns when the ranks may go on; for the last step, when it is on disk. A
-        save that fails is recorded, and the caller tries again at the next step. Raises CheckpointError at the last step or after
-        ``FAILED_SAVES`` failures; another error, such as PolicyLost, now or from ``settle``."""
+        """Save a step. Returns when the ranks may go on; for the last step, when it is on disk. A save that fails is recorded.
+        Raises CheckpointError at the last step or after ``FAILED_SAVES`` failures; another error now or from ``settle``."""
         await self.settle()
         copied = asyncio.Event()
         self._under_way = asyncio.create_task(self._write(step, policy, copied))

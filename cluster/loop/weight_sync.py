@@ -29,8 +29,7 @@ from rayloop.transports.seam import WeightTransport, WeightUpdate, transport
 VISIBLE = 10.0
 """A perturbation is visible when it moves the log-probs by this many times what engines and trainer differ by anyway."""
 PROBES = 4
-"""Training tasks played for the log-prob check, the self-test and the drift check; also the failures of tasks, with none that can
-be played, after which the check at the start gives up."""
+"""Training tasks played for each check; also the failures of tasks, with none played, after which the first check gives up."""
 LOGPROB_CHECK = "logprob_check"
 """The purpose of the first probes; that of the self-test's is the name of the changed parameters."""
 SELF_TEST_TOKENS = 32
@@ -142,9 +141,9 @@ class WeightSync:
             )
 
     async def observe(self, tasks: Sequence[Task], player: EpisodeRunner, step: int) -> float | None:
-        """Mean |log-prob difference| in nats between engines and trainer after ``step`` steps, over fresh episodes. Plays
-        ``PROBES`` of the tasks, other ones at each step; skips those that fail. None, with an event, when nothing could be
-        compared. The ranks must hold nothing fetched. Raises PolicyLost and, when no actor is left to play, WorkerLost."""
+        """Mean |log-prob difference| in nats between engines and trainer, over fresh episodes of ``PROBES`` tasks, other ones at
+        each step. None, with an event, when nothing could be compared. The ranks must hold nothing fetched. Raises PolicyLost,
+        WorkerLost."""
         draw = random.Random(derive(self.config.seed, "probe", "drift", step))
         chosen = draw.sample(list(tasks), min(PROBES, len(tasks)))
         sampling = self.config.rollout.sampling.sampling()
@@ -211,9 +210,8 @@ class WeightSync:
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played, all missing ones at once. Uses the run's
-        sampling settings; answers of the self-test are cut. A task that fails is not tried again, since it may have cost several
-        deadlines. Raises EnvironmentFailed or DataFailure when as many fail, and none is played."""
+        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played. A task that fails is not tried again, since
+        it may have cost several deadlines. Raises EnvironmentFailed or DataFailure when as many fail, and none is played."""
         payloads: list[Any] = []
         failed: list[Unscored] = []
         sampling = self.config.rollout.sampling.sampling()

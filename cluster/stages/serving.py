@@ -195,8 +195,7 @@ def url(host: str, port: int) -> str:
 
 
 def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None:
-    """Print each change of the application's state, prefixed with ``who``, while ``still()``. Raises ServeFailed when another
-    process deletes it, or ends Ray Serve."""
+    """Print the application's changes of state while ``still()``. Raises ServeFailed when another process ends it."""
     before = "RUNNING"
     while still():
         time.sleep(POLL)

@@ -1,6 +1,5 @@
-"""The supervised stage on Ray Train: each worker of a TorchTrainer runs the loop as one rank of the trainer. Ray Train starts the
-workers, again from the last checkpoint when one dies. ``output``/run has progress.txt, logs, and the checkpoints until the stage
-has ended."""
+"""The supervised stage on Ray Train: each worker of a TorchTrainer is one rank of the trainer, started again from the last
+checkpoint when one dies. ``output``/run has progress.txt, logs, and the checkpoints until the stage has ended."""
 
 from __future__ import annotations
 

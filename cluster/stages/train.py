@@ -64,8 +64,7 @@ class DriverLost(RayloopError):
 
 
 def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
-    """Run to the end, in the cluster at ``address`` or in a private one whose files are in ``temporary``. Returns 0; raises
-    RayloopError (its exit code is the command's)."""
+    """Run to the end, in the cluster at ``address`` or in a private one in ``temporary``. Returns 0; raises RayloopError."""
     folder = RunFolder(config.output, config.name)
     make_folder(folder.path, "output=FOLDER")
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
@@ -206,9 +205,8 @@ def _follow(
     driver: Handle[DriverActor], progress: Progress, silence: float, until: Callable[[], float], origin: Origin,
     folder: RunFolder, head: HeadWatch,
 ) -> dict[str, Any]:  # fmt: skip
-    """Show what the driver reports until it ends. Returns its result; raises what it raised. Raises RunTaken when another process
-    has taken the run, HeadGone, WorkerLost when the driver does not answer for ``silence`` seconds, NotSaved when it has not ended
-    at the time ``until`` (``time.monotonic``)."""
+    """Show the driver's reports until it ends. Returns its result; raises its error, RunTaken, HeadGone, WorkerLost when it does
+    not answer for ``silence`` seconds, and NotSaved when it has not ended at the time ``until`` (``time.monotonic``)."""
     running, seen, answered, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER
     while True:
         folder.lock.check()
@@ -250,9 +248,8 @@ def _follow(
 
 @contextmanager
 def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], None]]:
-    """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process. Yields a function that raises
-    ``stopped()`` when a SIGTERM has come: an exception of a signal handler is lost when it hits a callback of the interpreter, but
-    the wakeup pipe gets every signal."""
+    """A SIGTERM while there is no driver unwinds, so that the private cluster ends too. Yields a function that raises ``stopped()``
+    after a SIGTERM: a callback may swallow the exception of a signal handler, but the wakeup pipe gets every signal."""
     seen, written = socket.socketpair()
     with seen, written, handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
         seen.setblocking(False)

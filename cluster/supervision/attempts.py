@@ -1,6 +1,5 @@
-"""Plays and scores the episodes of a group on the pools until each is over. Training, evaluation and probes share it. The first
-attempt of a group is one call (of at most ``environment.episodes_at_once``). An episode that it left without a result is played
-again alone, so one that ends its actor takes the others of its group with it only once."""
+"""Plays and scores the episodes of a group on the pools until each is over. A group's first attempt is one call (of at most
+``environment.episodes_at_once``); an episode without a result is played again alone, since it may have ended its actor."""
 
 from __future__ import annotations
 
@@ -88,9 +87,8 @@ class EpisodeRunner:
     async def play(
         self, asked: Sequence[RolloutRequest], step: int, begins: Begins = lambda request: None, bad_data: BadData | None = None
     ) -> list[Member]:
-        """Play and score episodes of one task for training step ``step``. ``begins`` is called at each attempt, before any token of
-        it is sampled; ``bad_data`` replaces ``on_bad_data``. The episodes of one call are scored at once, or all of them together
-        at the end (``reward.per: group``), without those not played."""
+        """Play and score episodes of one task for step ``step``: each call's episodes at once, or all together at the end
+        (``reward.per: group``). ``begins`` is called before each attempt; ``bad_data`` replaces ``on_bad_data``."""
         parts = [asked] if self.config.reward.per == "group" else self._parts(asked)
         members = await asyncio.gather(*(self._play(part, step, begins, bad_data) for part in parts))
         return [member for part in members for member in part]
@@ -164,8 +162,7 @@ class EpisodeRunner:
         return answer.lost
 
     def _decide(self, episode: _Episode, failure: Failure, answer: Attempted, shared: bool, report: BadData) -> None:
-        """Decide whether an episode is played again. Its attempts are limited by ``environment.attempts``. An attempt is not
-        charged when the actor was ended because of another episode, or may have been ended by another episode of the same call
+        """Decide whether an episode is played again. An attempt is not charged when another episode ended the actor, or may have
         (``shared``). The same bug on a second actor is not tried a third time. Data is bad when two actors report it, on two nodes
         if there are; the report of one alone counts against that actor when another one plays the task."""
         before, episode.failure = episode.failure, failure

@@ -110,8 +110,7 @@ class RolloutCalls:
             self._services.rollout.release(self._engines.pop(_key(request)), str(request.id.group), served)
 
     def _record(self, requests: Sequence[RolloutRequest], lease: Lease[Any], heads: Sequence[Summary | Failure]) -> None:
-        """Failures first: an actor on which some of a group went well is not sick. Bad data counts against an actor only when
-        another one has played the task."""
+        """Failures first: an actor on which some of a group went well is not sick. ``EpisodeRunner`` counts bad data."""
         for request, one in zip(requests, heads, strict=True):
             if isinstance(one, Failure) and one.of_actor and one.cause is not Cause.BAD_DATA:
                 self.environment_failed(request, lease, one)

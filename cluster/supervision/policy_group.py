@@ -58,8 +58,7 @@ class PolicyGroup:
         self._why = "there are no ranks"
 
     async def start(self) -> None:
-        """Create the ranks and let them meet. If one is lost meanwhile, all are stopped, and the first call raises PolicyLost.
-        Raises WorkerStartFailed."""
+        """Create the ranks and let them meet. If one is lost, the first call raises PolicyLost. Raises WorkerStartFailed."""
         try:
             await self._meet()
         except PolicyLost as error:
@@ -80,8 +79,7 @@ class PolicyGroup:
         await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
 
     async def afford(self, lost: PolicyLost) -> None:
-        """Wait until half of ``recovery.replacements`` allows to replace the ranks. Raises ``lost`` when that takes longer than
-        ``recovery.start_timeout``."""
+        """Wait until half of ``recovery.replacements`` allows to replace the ranks. Raises ``lost`` when that takes too long."""
         now = asyncio.get_running_loop().time
         if (wait := self._budget.wait(now())) > self.recovery.start_timeout:
             raise lost

@@ -1,6 +1,5 @@
 """Watching what hangs: the stall watchdog and silent actors (in the driver), and the cluster's head (in the ``train`` process).
-Without its head a run goes on for a while; then Ray ends the process without a message. A head that was started again knows nothing
-of the run."""
+Without its head, Ray ends the process after a while. A head that was started again knows nothing of the run."""
 
 from __future__ import annotations
 
@@ -41,9 +40,8 @@ SILENCE, NOTED, PERIOD = 50.0, 10.0, 2.0
 
 
 async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path) -> None:
-    """Report a stall (nothing that the driver waits for ends) after ``stall_report`` seconds, again after twice as long, and so on.
-    The stacks of the awaited actors and of the driver go to ``folder``/stall-<n>.txt (or are printed when the disk is full). Raises
-    Stalled at ``stall_timeout``."""
+    """Report a stall (nothing that the driver waits for ends) after ``stall_report`` seconds, after twice as long, and so on, with
+    the stacks in ``folder``/stall-<n>.txt (or printed when the disk is full). Raises Stalled at ``stall_timeout``."""
     WAITS.moved, due = time.monotonic(), settings.stall_report
     for number in itertools.count(1):
         while (quiet := time.monotonic() - WAITS.moved) < min(due, settings.stall_timeout):
