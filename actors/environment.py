@@ -73,8 +73,7 @@ class EnvironmentActor(Actor):
         self, requests: Sequence[RolloutRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
     ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
         """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): their results, then their payloads.
-        A failure is a value without a payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most. Raises WorkerSpent at
-        once."""
+        A failure has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most. Raises WorkerSpent at once."""
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
         first = FirstTurn(len(requests), self._images) if len(requests) > 1 and self._settings.max_turns == 1 else None

@@ -17,11 +17,10 @@ from rayloop.actors.lease import LeasesEngines
 from rayloop.actors.policy import PolicyRank
 from rayloop.actors.reference import ReferenceActor
 from rayloop.cluster.loop.ending import ended
-from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.saving import SavedStep, Saving, capture
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.services import TrainingServices
-from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.attempts import EpisodeRunner, play
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import ATTEMPTS
 from rayloop.cluster.supervision.watchdog import watch, watch_liveness

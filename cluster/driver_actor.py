@@ -28,8 +28,7 @@ from rayloop.view.words import doing
 
 class DriverActor(Actor):
     """One asynchronous Ray actor per run, owned by the ``train`` process. ``folder``: the run folder, visible to all nodes;
-    ``hashes``: of rayloop/run/identity.py; ``resume``, ``since`` and ``fence``: of ``Origin``, by default of a start that is made
-    now."""
+    ``hashes``: of rayloop/run/identity.py; ``resume``, ``since``, ``fence``: of ``Origin``, by default of a start now."""
 
     def __init__(
         self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING, since: int | None = None,

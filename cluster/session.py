@@ -34,8 +34,7 @@ def session(
 ) -> Iterator[None]:  # fmt: skip
     """Join the cluster at ``address``; without one, start a private cluster that ends with the block. ``needed``: resource -> sum
     over the actors; a private cluster has that many logical CPUs, so that a laptop can hold all roles. Its files are below
-    ``temporary``, its actors' logs are copied to ``logs``. ``namespace``: of the actors' names. ``store``: bytes of its object
-    store."""
+    ``temporary``, its actors' logs are copied to ``logs``; ``store``: bytes of its object store."""
     if address:
         ray.init(address=address, log_to_driver=False, namespace=namespace)
         try:

@@ -142,8 +142,7 @@ class WeightSync:
 
     async def observe(self, tasks: Sequence[Task], player: EpisodeRunner, step: int) -> float | None:
         """Mean |log-prob difference| in nats between engines and trainer, over fresh episodes of ``PROBES`` tasks, other ones at
-        each step. None, with an event, when nothing could be compared. The ranks must hold nothing fetched. Raises PolicyLost,
-        WorkerLost."""
+        each step. None, with an event, when nothing could be compared. The ranks must hold nothing fetched."""
         draw = random.Random(derive(self.config.seed, "probe", "drift", step))
         chosen = draw.sample(list(tasks), min(PROBES, len(tasks)))
         sampling = self.config.rollout.sampling.sampling()

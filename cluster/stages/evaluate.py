@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ from rayloop.actors.failures import cause
 from rayloop.actors.handles import Handle, create, submit
 from rayloop.actors.lease import Lease
 from rayloop.actors.rollout import RolloutActor, start_weights
-from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.services import Services
 from rayloop.cluster.session import session
-from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.attempts import EpisodeRunner, play
 from rayloop.config.settings import dump
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Event
-from rayloop.core.failures import ConfigError, DataFailure, RayloopError
+from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import needed
 from rayloop.core.groups import Member
 from rayloop.core.model_files import resolve
@@ -66,7 +66,8 @@ def evaluate(
         print(f"no row of {data} shows an image: --controls has no wrong image to play")
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
     config = pinned(config)
-    identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
+    weights = config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
+    identity = {"config": config_hash(config), "weights": weights, "data": _sha256([Path(data)])}
     identity |= {"retries": str(retries)} if retries else {}
     make_folder(out, "--out")
     items_file = out / "items.jsonl"
@@ -217,11 +218,6 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(dump(bare).encode()).hexdigest()[:16]
 
 
-def _weights(config: RunConfig) -> str:
-    """The hash of the weights of ``model.path``, or the name of a server's."""
-    return config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
-
-
 def weights_hash(path: str, revision: str | None = None) -> str:
     """16 hex digits over a local model folder's weights, or the commit of a model of the Hub."""
     model = resolve(path, revision)
@@ -238,9 +234,7 @@ def _sha256(files: list[Path]) -> str:
 
 
 def _read(path: str, config: RunConfig) -> Dataset:
-    def report(failure: DataFailure) -> None:
-        print(f"left out: {failure}", flush=True)
-
+    report = partial(print, "left out:", flush=True)
     return Dataset(path, config.data.reader.build(), config.data.strict, report, config.environment.kinds)
 
 

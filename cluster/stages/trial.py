@@ -51,19 +51,17 @@ SHOWN = 500
 Write = Callable[[str], None]
 
 
-def try_row(config: RunConfig, row: int | None, write: Write = print) -> int:
-    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``write`` what happens. Returns 0 when
+def try_row(config: RunConfig, row: int | None, show: Write = print) -> int:
+    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``show`` what happens. Returns 0 when
     both answers have a reward, else 1. Raises RayloopError, as a run would before its first step."""
-    write = _escaping(write)
+
+    def write(text: str) -> None:
+        show(visible(text))  # neither rows nor answers may steer the terminal
+
     dataset, task = _chosen(config, row, write)
     write(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
     with tempfile.TemporaryDirectory(prefix="try-") as folder:
         return asyncio.run(_Trial(config, folder, write).run(task))
-
-
-def _escaping(write: Write) -> Write:
-    """Neither rows nor answers may steer the terminal."""
-    return lambda text: write(visible(text))
 
 
 def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:

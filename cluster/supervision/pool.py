@@ -257,8 +257,7 @@ class Pool(Generic[A]):
         self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None, avoid: set[int] | None = None
     ) -> Calls[A]:
         """The options of a call: ``attempts`` of ``deadline`` seconds each, on workers of slots not in ``avoid``, to which those
-        that were lost or unable are added. ``unable``: whether an answer shows that something around the worker failed, which is a
-        miss."""
+        that were lost or unable are added. ``unable``: whether an answer shows that something around the worker failed."""
         return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid)
 
     async def check(self) -> list[Any]:
@@ -285,7 +284,10 @@ class Pool(Generic[A]):
                 return []
 
         ends = await asyncio.gather(*(one(*each) for each in asked), return_exceptions=True)
-        return [answer for end in ends for answer in _unless_raised(end)]
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return [answer for end in ends if not isinstance(end, BaseException) for answer in end]
 
     def stop(self) -> None:
         """End all workers and replacements under way."""
@@ -294,12 +296,6 @@ class Pool(Generic[A]):
         for worker in self.workers.values():
             ray.kill(worker.handle)
         self.workers.clear()
-
-
-def _unless_raised(end: R | BaseException) -> R:
-    if isinstance(end, BaseException):
-        raise end
-    return end
 
 
 @dataclass(frozen=True, slots=True)

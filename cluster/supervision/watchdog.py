@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ray.exceptions import AuthenticationError
@@ -49,7 +49,7 @@ async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit
                 due = settings.stall_report
             await asyncio.sleep(LOOK)
         waiting = WAITS.oldest()[:SHOWN]
-        named = "; ".join(_worded(wait) for wait in waiting) or "nothing that is known"
+        named = "; ".join(f"{wait.what} for {time.monotonic() - wait.since:.0f} s" for wait in waiting) or "nothing that is known"
         if quiet >= settings.stall_timeout:
             raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
         file = folder / f"stall-{number}.txt"
@@ -77,13 +77,12 @@ async def watch_liveness(emit: Emit) -> None:
 
 async def _answers(actor: Handle[Actor]) -> bool:
     """False when there is no answer in ``ANSWER`` seconds. An error counts as one: the call that is awaited raises it, too."""
-    try:
-        async with asyncio.timeout(ANSWER):
-            await submit(actor, Actor.host)
-    except TimeoutError:
-        return False
-    except Exception:
-        return True
+    with suppress(Exception):
+        try:
+            async with asyncio.timeout(ANSWER):
+                await submit(actor, Actor.host)
+        except TimeoutError:
+            return False
     return True
 
 
@@ -101,10 +100,6 @@ def _written(file: Path, stacks: str) -> str:
         logger.warning("%s cannot be written (%s):\n%s", file, error, stacks)
         return ""
     return f"{file.parent.name}/{file.name}"
-
-
-def _worded(wait: Awaited) -> str:
-    return f"{wait.what} for {time.monotonic() - wait.since:.0f} s"
 
 
 async def _stacks(waiting: list[Awaited]) -> str:
