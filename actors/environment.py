@@ -38,7 +38,6 @@ from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 
 logger = logging.getLogger(__name__)
 
-
 REQUEST_SHARE = 1 / 6
 """The time of one generation request, after which the engine counts as lost, as a share of ``environment.episode_timeout``."""
 

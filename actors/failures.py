@@ -1,5 +1,4 @@
-"""What is done about the error of an actor's call, by its class, and such an error in words and as a value. A test walks through
-``ray.exceptions``: a class that a new Ray brings must get its line."""
+"""What is done about an actor's error, by its class. A test walks through ``ray.exceptions``: a new class must get its line."""
 
 from __future__ import annotations
 

@@ -92,8 +92,7 @@ def assignments(
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """The settings of all ranks. ``folder``: where the transport may write weight updates; ``adapter_reference``
-    (``reference: adapter_off``): this engine, with its adapter disabled, is the reference."""
+    """The settings of all ranks. ``folder``: for weight updates; ``adapter_reference``: the adapter disabled is the reference."""
 
     model: ModelSettings
     engine: FsdpSettings

@@ -27,7 +27,6 @@ class ReferenceActor(Actor):
 
     def health(self) -> None:
         """That it answers is all that is asked."""
-        return None
 
     async def annotate(self, payloads: Sequence[Ref[Trajectory]]) -> Annotation:
         """(lost, array, ...): one float32 array [sampled_tokens] per payload; the driver awaits ``lost`` only. Payloads are

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import ray
@@ -83,8 +84,6 @@ class Driver:
         self.player = EpisodeRunner(config, services, handle, reporter.event, quarantine, self.history)
         self.initial = self.state()
 
-    # The loop ------------------------------------------------------------------------------------------------------
-
     async def run(self) -> None:
         """Train from the newest checkpoint to the last step. Raises PolicyLost when a rank died."""
         await self.restore()
@@ -115,8 +114,7 @@ class Driver:
     # What the loop calls -------------------------------------------------------------------------------------------
 
     async def main(self) -> dict[str, Any]:
-        """Start the actors, run, and rebuild the policy when a rank dies. Returns the last step's summary. Raises a RayloopError;
-        Preempted after a requested stop that came before the last step."""
+        """Start, run, and rebuild a lost policy. Returns the last step's summary; raises a RayloopError, Preempted after a stop."""
         try:
             logs = self.reporter.folder.path / "logs"
             emit, phase = self.reporter.event, lambda: self.timings.phase
@@ -335,10 +333,7 @@ class Driver:
         if not due or self.saving.on_disk(self.version):
             return
         ours = about(self.config, self.hashes, len(self.rollouts.dataset))
-
-        async def state() -> Any:
-            return await capture(self.state, self.rollouts.lose, self.config.policy.step_timeout)
-
+        state = partial(capture, self.state, self.rollouts.lose, self.config.policy.step_timeout)
         await self.saving.save(SavedStep(self.version, state, ours, best, last), self.services.policy)
 
     # The driver's part of a checkpoint (docs/algorithm.md, section 12) ---------------------------------------------

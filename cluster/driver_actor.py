@@ -46,8 +46,7 @@ class DriverActor(Actor):
         return Driver(self.config, services, self.reporter, self.origin, handle, self.hashes)
 
     async def main(self) -> dict[str, Any]:
-        """Make the driver and run it. Returns the last step's summary; raises what ``Driver.main`` does. The driver is made here,
-        not in the constructor, whose errors Ray would strip of their type."""
+        """Make the driver here, since Ray strips a constructor's errors of their type, and return ``Driver.main``."""
         try:
             self.driver = self.make(ray.get_runtime_context().current_actor)
         except Exception as error:

@@ -45,8 +45,7 @@ def actor_name(role: str) -> str:
 
 
 async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], emit: Emit) -> PlacementGroup:
-    """Reserve the resources of all actors at once; waits for nodes that are still to come. Raises ResourcesUnavailable with the
-    numbers. A placement group outlives a driver that died: its own is removed first."""
+    """Reserve all resources at once, waiting for nodes, in place of a dead driver's group. Raises ResourcesUnavailable."""
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
     timeout = config.recovery.start_timeout

@@ -68,8 +68,7 @@ STARTS = 3
 
 
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
-    """Start a cluster on this machine, with ``store`` bytes for objects and all its files in ``folder``. Raises ConfigError when
-    too few files may be open, and Ray's error of the last of ``STARTS`` attempts."""
+    """Start a cluster here, all its files in ``folder``. Raises ConfigError below ``FILES``, and Ray's last error."""
     if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < FILES:
         raise ConfigError(
             f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least. Run `ulimit -n 8192` before the "
@@ -114,8 +113,7 @@ def logs_folder() -> Path:
 
 
 def ask_head(seconds: float) -> None:
-    """Raises AuthenticationError when another head answers than the one that was joined, and ConnectionError when none listens. A
-    head that listens and does not answer within ``seconds`` is only busy."""
+    """Raises AuthenticationError when another head answers, ConnectionError when none listens; a silent one is only busy."""
     from ray._private.worker import global_worker
 
     try:

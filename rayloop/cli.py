@@ -33,8 +33,8 @@ COMMANDS = {
     "doctor": ("rayloop.commands.doctor", "what would go wrong here, and what to do about it"),
     "node": ("rayloop.commands.node", "one Ray node of a cluster, which finds the others"),
     "slurm": ("rayloop.commands.slurm", "a cluster on Slurm, and its end"),
-    "judge": ("rayloop.commands.judge", "serve a judge, and ask one that is served"),
-    "policy": ("rayloop.commands.policy", "serve the policy of a live run to foreign loops"),
+    "judge": ("rayloop.commands.serve:add_judge", "serve a judge, and ask one that is served"),
+    "policy": ("rayloop.commands.serve:add_policy", "serve the policy of a live run to foreign loops"),
     "env": ("rayloop.commands.env", "which environments there are, and one of them played by hand"),
     "data": ("rayloop.commands.data", "make and check datasets"),
 }

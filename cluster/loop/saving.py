@@ -23,8 +23,7 @@ from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, co
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step to save. ``state`` captures the driver's part, ``about`` goes into the marker, ``best`` is kept; nothing is trained
-    after the ``last`` one, so it cannot be tried again at the next step."""
+    """A step to save: the driver's part, what goes into the marker, whether it is kept, and whether it is the last attempt."""
 
     version: Version
     state: Callable[[], Awaitable[Any]]

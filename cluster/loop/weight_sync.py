@@ -39,8 +39,7 @@ ARRIVED = 1 / 3
 
 
 class WeightSync:
-    """Brings the policy's weights into every engine; a replacement engine is admitted with the current ones. To the transport it is
-    the engines in service (``rayloop.transports.seam.Rollouts``)."""
+    """Brings the policy's weights into every engine; the transport sees it as ``rayloop.transports.seam.Rollouts``."""
 
     def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
         self.config, self.services, self.reporter = config, services, reporter
@@ -55,8 +54,7 @@ class WeightSync:
         return transport(self.config.weight_sync.transport, self.services.weights)
 
     async def send(self, version: Version) -> None:
-        """Load ``version`` into all engines in service; a lost engine's replacement loads it too. Raises WeightSyncError when the
-        weights did not arrive as sent, PolicyLost when they could not be gathered."""
+        """Load ``version`` into all engines in service. Raises WeightSyncError, and PolicyLost when weights were lost."""
         try:
             await self._transport.deliver(self.services.policy, self, version)
         except Exception as error:
@@ -111,8 +109,7 @@ class WeightSync:
                     await self.send(version())
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        """Check the log-probs at step 0, then the self-test. Raises LogprobMismatch or WeightSyncError, or warns, as configured.
-        ``tasks`` are those to draw probes from, in order."""
+        """Check log-probs at step 0, then the self-test, on ``tasks``. Raises LogprobMismatch or WeightSyncError, or warns."""
         self._unplayable.clear()
         try:
             await self._logprob_check(tasks, player)

@@ -150,8 +150,7 @@ class Evaluator(Actor):
         self.retries = 0
 
     async def main(self, missing: Sequence[Play], retries: int = 0) -> str:
-        """Play what is missing. Items without a score are not kept, nor those that were cut and are played again. Returns why the
-        first item without a score has none; "" when all have one."""
+        """Play what is missing. Returns why the first item without a score has none; "" when all have one."""
         services = Services(self.config, str(self.out), self._emit)
         me = ray.get_runtime_context().current_actor
         self.player = EpisodeRunner(self.config, services, me, self._emit)

@@ -1,5 +1,4 @@
-"""A live run seen from outside: its actors, their stacks and logs, and a request to stop. All but ``stop_driver`` asks Ray, not the
-driver, and so answers when the driver hangs."""
+"""A live run seen from outside. All but ``stop_driver`` asks Ray, not the driver, and so answers when the driver hangs."""
 
 from __future__ import annotations
 

@@ -52,9 +52,9 @@ POLL = 0.5
 CONCURRENCY = 10_000
 """Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
 
-
 ANSWER, SILENT = 30.0, 10.0
 """Seconds for the driver's first and last answer, and those after which one that does not answer in between is reported."""
+Check = Callable[[], None]
 
 
 class DriverLost(RayloopError):
@@ -138,13 +138,7 @@ def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterato
 
 
 def _run(
-    config: RunConfig,
-    folder: RunFolder,
-    origin: Origin,
-    hashes: dict[str, str],
-    progress: Progress,
-    check: Callable[[], None],
-    head: HeadWatch,
+    config: RunConfig, folder: RunFolder, origin: Origin, hashes: dict[str, str], progress: Progress, check: Check, head: HeadWatch
 ) -> dict[str, Any]:
     """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
     ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises HeadGone when the cluster is lost."""

@@ -205,8 +205,12 @@ class _Trial:
 
     async def _outcomes(self, played: Sequence[Trajectory], task: Task) -> dict[TrajectoryId, Outcome]:
         """The rewards of the answers: one by one, or together with ``reward.per: group``."""
-        with _silent("rayloop.actors.reward"):
+        logger = logging.getLogger("rayloop.actors.reward")  # whose messages are written here in another way
+        before, logger.disabled = logger.disabled, True
+        try:
             outcomes = await self.reward.score(task, 0, *played)
+        finally:
+            logger.disabled = before
         return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
 
     def _answered(self, number: int, played: Trajectory | BaseException, outcomes: Mapping[TrajectoryId, Outcome]) -> bool:
@@ -249,17 +253,6 @@ def _making(use: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise WorkerStartFailed(f"{use} could not be made:\n{own_frames(error)}") from error
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Disable the logger ``name``, whose messages are written here in another way."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _worded(outcome: Outcome) -> str:

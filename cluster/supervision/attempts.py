@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rayloop.actors.handles import Handle
@@ -118,8 +117,6 @@ class EpisodeRunner:
         size = self.config.environment.episodes_at_once or len(episodes)
         return [episodes[begin : begin + size] for begin in range(0, len(episodes), size)]
 
-    # Attempts ------------------------------------------------------------------------------------------------------
-
     async def episodes(self, asked: Sequence[RolloutRequest]) -> list[Failure | Played]:
         """The results of episodes of one group, which are not scored."""
         return [episode.played or episode.failure for episode in await self._until_over(asked, lambda request: None, None)]
@@ -154,7 +151,7 @@ class EpisodeRunner:
         async with self.admission.room(len(episodes)):
             for episode in episodes:
                 begins(episode.request)
-            requests = [dataclasses.replace(episode.request, attempt=episode.attempt) for episode in episodes]
+            requests = [replace(episode.request, attempt=episode.attempt) for episode in episodes]
             answer = await self.calls.play(requests, episodes[0].avoid)
         for episode, result in zip(episodes, answer.results, strict=True):
             episode.attempt += 1
@@ -162,7 +159,9 @@ class EpisodeRunner:
                 shared = answer.lost and len(episodes) > 1
                 self._decide(episode, result, answer, shared, bad_data or self._bad_data)
             else:
-                self._refuted(episode)
+                for lease, former in episode.doubted:  # found bad the data of a task that another actor played
+                    if former.of_actor:  # the pool counts the misses of engines
+                        self.calls.environment_failed(episode.request, lease, former)
                 episode.played, episode.over = result, True
         return answer.lost
 
@@ -199,12 +198,6 @@ class EpisodeRunner:
             return len({lease.node for lease, _ in doubted}) > 1
         by = {(failure.of_actor, lease.slot) for lease, failure in doubted}
         return len(by) >= min(2, pools[doubted[-1][1].of_actor].size)
-
-    def _refuted(self, episode: _Episode) -> None:
-        """Another actor played a task whose data these found bad. The pool counts the misses of engines."""
-        for lease, failure in episode.doubted:
-            if failure.of_actor:
-                self.calls.environment_failed(episode.request, lease, failure)
 
 
 async def play(

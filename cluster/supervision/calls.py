@@ -4,10 +4,9 @@ a whole becomes a ``Failure`` of each of its episodes. attempts.py decides what 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import ray
@@ -158,8 +157,7 @@ class RewardCalls:
         self._settings, self._services, self._emit = settings, services, emit
 
     async def score(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
-        """One outcome per payload. What an actor left unscored because something failed around it (a full disk) is scored once
-        more by another one; with ``reward.per: group`` all of the payloads are."""
+        """One outcome per payload. Another actor scores once more what failures around an actor left unscored."""
         slots: set[int] = set()
         try:
             outcomes = await self._ask(payloads, task, step, slots)
@@ -190,7 +188,7 @@ class RewardCalls:
     async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
         members = [m for m in group.members if m.payload is not None]
-        bare = dataclasses.replace(group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in members))
+        bare = replace(group, members=tuple(replace(m, payload=None, reference=None) for m in members))
         try:
             reward = self._services.reward.within(self._settings.timeout, ATTEMPTS)
             return await reward.call(RewardActor.describe, bare, *(resolved(m.payload) for m in members if m.payload))

@@ -139,8 +139,6 @@ class Nodes:
         writer.close()
         return True
 
-    # Avoiding ------------------------------------------------------------------------------------------------------
-
     def failed(self, node: str) -> None:
         """An actor failed on this node, which lives."""
         now = asyncio.get_running_loop().time()

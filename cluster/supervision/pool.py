@@ -309,8 +309,7 @@ class Calls(Generic[A]):
     avoid: set[int]
 
     async def call(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of some worker, again elsewhere when the worker is lost: only for calls that may run twice. Raises what the
-        method raised, or WorkerLost when the attempts are spent."""
+        """Call a method of some worker, up to ``attempts`` times. Raises its error, or WorkerLost after the last attempt."""
 
         def begin(handle: Handle[A]) -> tuple[Ref[R]]:
             return (submit(handle, method, *args, **kwargs),)

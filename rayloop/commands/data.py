@@ -72,8 +72,7 @@ def _made(name: str, options: list[str]) -> int:
 
 
 def validate_run(config: RunConfig) -> int:
-    """Check a run's rows with its own reader, and that no row is both trained on and held out. Returns 0 or 1; raises as
-    ``check``."""
+    """Check a run's rows with its reader, and that none is both trained on and held out. Returns 0 or 1; raises as ``check``."""
     files = [Path(path) for path in (config.data.train, config.data.eval) if path is not None]
     length, limit = _length(config), config.environment.episode.max_prompt_tokens
     found = [check(path, config.data.reader, config.environment.kinds, length, limit) for path in files]
