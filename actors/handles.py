@@ -1,5 +1,4 @@
-"""Typed handles of actors, with which the type checker refuses wrong methods and arguments: ``submit(handle, Class.method,
-...)``."""
+"""Typed handles of actors: the type checker refuses wrong methods and arguments of ``submit(handle, Class.method, ...)``."""
 
 from __future__ import annotations
 

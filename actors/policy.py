@@ -132,9 +132,7 @@ class PolicyRank(Actor):
         from rayloop.transports.seam import transport
 
         s = self.settings
-        where = meeting
-        if not isinstance(meeting, str):
-            where = self._meeting or meeting_place(meeting, COLLECTIVE_TIMEOUT, first=False)
+        where = meeting if isinstance(meeting, str) else self._meeting or meeting_place(meeting, COLLECTIVE_TIMEOUT, first=False)
         self.engine = FsdpEngine(
             s.model, s.engine, s.optimizer, s.loss,
             rank=self.rank, world_size=self.world_size, init_method=where, seed=s.seed,

@@ -111,8 +111,6 @@ class Driver:
         group = apply_filters(group, self.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
 
-    # What the loop calls -------------------------------------------------------------------------------------------
-
     async def main(self) -> dict[str, Any]:
         """Start, run, and rebuild a lost policy. Returns the last step's summary; raises a RayloopError, Preempted after a stop."""
         try:

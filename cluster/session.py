@@ -32,9 +32,8 @@ def session(
     needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path, namespace: str | None = None,
     store: int = OBJECT_STORE,
 ) -> Iterator[None]:  # fmt: skip
-    """Join the cluster at ``address``; without one, start a private cluster that ends with the block. ``needed``: resource -> sum
-    over the actors; a private cluster has that many logical CPUs, so that a laptop can hold all roles. Its files are below
-    ``temporary``, its actors' logs are copied to ``logs``; ``store``: bytes of its object store."""
+    """Join the cluster at ``address``; without one, start a private cluster that ends with the block. It has as
+    many logical CPUs as ``needed``, so that a laptop can hold all roles. Its files are below ``temporary``; ``store``: in bytes."""
     if address:
         ray.init(address=address, log_to_driver=False, namespace=namespace)
         try:

@@ -57,9 +57,8 @@ def evaluate(
     config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None,
     retries: int = 0, benchmark: str = "",
 ) -> int:  # fmt: skip
-    """Evaluate ``config.model`` on the rows of ``data`` and write items.jsonl, summary.json and results.json into ``out``, without
-    the items that it has. Plays one that ``sampling.max_tokens`` cut up to ``retries`` times more, with twice the room each time.
-    Returns 0, or 1 when some items have no score. Raises ConfigError when ``out`` is of another model, configuration or file."""
+    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing what is there. Plays cut items ``retries`` times more, with twice
+    the room each time. Returns 0, or 1 without all scores. Raises ConfigError for another's ``out``."""
     tasks = evenly([*_read(data, config)], config.evaluation.limit)
     asked = plays(config, tasks, controls=controls, samples=samples)
     if controls and not any(task.images for task in tasks):

@@ -75,7 +75,11 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _shown(config, folder, address) as progress,
         _recorded(folder, origin),
     ):
-        hashes = _fitting(config, folder, origin)
+        hashes = identity(config)
+        if (checkpoint := origin.find()) is None:
+            folder.write_config(dump(config))
+        else:
+            check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
         names = namespace(folder.path)
         room = store(config, read_shape(config.model.path, config.model.revision).parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
@@ -114,16 +118,6 @@ def _emit(folder: RunFolder, end: RayloopError, trace: str = "") -> None:
     if not isinstance(end, Preempted | ResumeRefused):
         with suppress(OSError):
             folder.events.append(failure(end, Ledger().counts(), trace))
-
-
-def _fitting(config: RunConfig, folder: RunFolder, origin: Origin) -> dict[str, str]:
-    """The run's hashes. Raises ResumeRefused, with nothing written, when the checkpoint to continue from is another run's."""
-    hashes = identity(config)
-    if (checkpoint := origin.find()) is None:
-        folder.write_config(dump(config))
-    else:
-        check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
-    return hashes
 
 
 @contextmanager

@@ -167,8 +167,7 @@ class EpisodeRunner:
 
     def _decide(self, episode: _Episode, failure: Failure, answer: Attempted, shared: bool, report: BadData) -> None:
         """Decide whether an episode is played again. An attempt is not charged when another episode ended the actor, or may have
-        (``shared``). The same bug on a second actor is not tried a third time. Data is bad when two actors report it, on two nodes
-        if there are; the report of one alone counts against that actor when another one plays the task."""
+        (``shared``). The same bug on a second actor is not tried a third time. Data is bad when ``_confirmed``."""
         before, episode.failure = episode.failure, failure
         if bad := failure.cause is Cause.BAD_DATA:
             episode.doubted.append((answer.environment if failure.of_actor else answer.engine, failure))

@@ -57,8 +57,7 @@ class Worker(Generic[A]):
 
 class Pool(Generic[A]):
     """Workers of one role, actors of class ``A``. ``ended``: serial numbers of those retired, whose other calls are not to blame.
-    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service. A slot is replaced at most
-    ``recovery.replacements`` times an hour. Raises RolesExhausted when none serves for ``recovery.start_timeout``."""
+    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service. Raises RolesExhausted by ``ReplacementBudget``."""
 
     def __init__(
         self,
@@ -132,9 +131,8 @@ class Pool(Generic[A]):
         self._changed.set()
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
-        """The worker that already serves this affinity, or the least loaded one; if possible on no node of the slots to ``avoid``,
-        or at least not in them. ``count``: the episodes of the call. A failure weighs as much as a lease until the worker succeeds;
-        of equals the least recently leased. Waits for a replacement; raises RolesExhausted, and WorkerLost when none is pending."""
+        """The worker that already serves this affinity, or the least loaded one (a failure weighs as much as a lease), if
+        possible on no node of the slots to ``avoid``. Waits for a replacement; raises RolesExhausted, WorkerLost when none comes."""
         while not self.workers:
             if self._failure is not None:
                 raise self._failure

@@ -35,8 +35,7 @@ SHOWN = 8
 LATE, ROUND = 4.0, 4.0
 """Seconds that a call is awaited before its actor is checked, and between two rounds of checks."""
 SILENCE, NOTED, PERIOD = 50.0, 10.0, 2.0
-"""Seconds without an answer after which the head is given up (Ray ends this process after 60,
-``RAY_gcs_rpc_server_reconnect_timeout_s``), and after which that is shown; seconds between two checks."""
+"""Seconds of silence after which the head is given up (Ray itself waits 60) and that is shown; seconds between two checks."""
 
 
 async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path) -> None:

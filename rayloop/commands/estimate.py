@@ -20,9 +20,8 @@ FACTOR = 28
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``estimate``."""
     add_run(parser, "steps=1000")
-    parser.add_argument(
-        "--from", dest="run_folder", type=Path, metavar="RUN", help="a run whose steps are measured (default: its own, if there)"
-    )
+    source = "a run whose steps are measured (default: its own, if there)"
+    parser.add_argument("--from", dest="run_folder", type=Path, metavar="RUN", help=source)
     parser.add_argument("--step-seconds", type=float, metavar="S", help="take this as the time of a step")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)

@@ -1,7 +1,5 @@
-"""``status``, ``logs``, ``stacks`` and ``stop``: commands for a run, which need its folder and nothing else.
-
-``stop`` sends SIGTERM to a run's process on this machine; of another machine's it asks the driver, through the run's Ray cluster.
-"""
+"""``status``, ``logs``, ``stacks`` and ``stop``: commands that need a run's folder and nothing else. ``stop`` sends SIGTERM to a
+process on this machine, and asks the driver of another machine's through the run's Ray cluster."""
 
 from __future__ import annotations
 
@@ -160,14 +158,10 @@ def _stacks(arguments: argparse.Namespace) -> int:
 def add_stop(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``stop``."""
     parser.add_argument("run_folders", type=Path, nargs="+", metavar="RUN_DIR", help="folders of live runs, <output>/<name>")
-    parser.add_argument(
-        "--within", type=float, default=180.0, metavar="SECONDS",
-        help="how long to wait for the end (180): above the run's preemption.grace",
-    )  # fmt: skip
-    parser.add_argument(
-        "--here", action="store_true",
-        help="leave alone what is no run of a process on this machine: for a machine that is about to be taken away",
-    )  # fmt: skip
+    within = "how long to wait for the end (180): above the run's preemption.grace"
+    parser.add_argument("--within", type=float, default=180.0, metavar="SECONDS", help=within)
+    here = "leave alone what is no run of a process on this machine: for a machine that is about to be taken away"
+    parser.add_argument("--here", action="store_true", help=here)
     parser.set_defaults(run=_stop)
 
 

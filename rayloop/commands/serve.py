@@ -1,4 +1,4 @@
-"""``judge serve|check|calibrate`` and ``policy serve``: the judge, or a live run's policy (docs/policy_endpoint.md), on Ray Serve."""
+"""``judge serve|check|calibrate`` and ``policy serve``: a judge, or a live run's policy, on Ray Serve (docs/policy_endpoint.md)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def add_judge(parser: argparse.ArgumentParser) -> None:
     check.set_defaults(run=_check)
     calibrate = actions.add_parser("calibrate", help="judge labelled answers; exit code 1 below the gate")
     _add_target(calibrate)
-    calibrate.add_argument(
-        "--gate", action="append", default=[], metavar="key=value", help="for example min_kappa=0.7; may be repeated"
-    )
+    gate = "for example min_kappa=0.7; may be repeated"
+    calibrate.add_argument("--gate", action="append", default=[], metavar="key=value", help=gate)
     calibrate.add_argument("--drift", action="store_true", help="the subset that runs repeat, for a quick look")
     calibrate.add_argument("--patience", type=float, default=600.0, metavar="SECONDS", help="for each verdict")
     calibrate.set_defaults(run=_calibrate)

@@ -122,8 +122,7 @@ def _is_data(file: Path) -> bool:
 
 
 def follow(client: JobSubmissionClient, job: str) -> int:
-    """Show the job's log until it ends. Returns its exit code, or 1. Raises SubmissionFailed after ``PATIENCE`` seconds of
-    silence."""
+    """Show the job's log until it ends. Returns its exit code, or 1. Raises SubmissionFailed when the head is silent."""
     shown, reached = 0, time.monotonic()
     while True:
         try:
