@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.core.threads import Cache
-from rayloop.core.types import ImagesSent, PromptImage, TokenPrompt
+from rayloop.core.types import ImagesSent, TokenPrompt
 
 R = TypeVar("R")
 
@@ -58,7 +58,8 @@ class ImageCache:
             if missing := await self._missing(lacking):
                 yield MissingImages(missing)
             else:
-                yield replace(prompt, images=tuple(map(self._with_bytes, prompt.images)))
+                kept = self._images.get
+                yield replace(prompt, images=tuple(replace(i, data=kept(i.ref.sha256) or i.data) for i in prompt.images))
         finally:
             self._running.subtract(names)
             for name in names:
@@ -71,9 +72,6 @@ class ImageCache:
             self._images.put(name, data)
             self._came.put(name, True)
             self._changed.set()
-
-    def _with_bytes(self, image: PromptImage) -> PromptImage:
-        return replace(image, data=self._images.get(image.ref.sha256) or image.data)
 
     async def _missing(self, names: Collection[str]) -> frozenset[str]:
         """The images that are not there. One that never came is on its way with another request, and is awaited."""

@@ -58,8 +58,8 @@ class Run(Protocol):
 
 
 async def ended(run: Run, error: Exception) -> RayloopError:
-    """Record the end of a run by ``error``, and save what can be saved. Returns the
-    typed error, with a note about the checkpoint; after a stop Preempted when this step is saved, else NotSaved, or a ``SUSPECT``."""
+    """Record the end of a run by ``error``, and save what can be saved. Returns the typed error, with a note about the checkpoint;
+    after a stop Preempted when this step is saved, else NotSaved, or one of ``SUSPECT``."""
     end = typed(error)
     stopped = isinstance(end, Preempted) or (run.stopping.is_set() and not isinstance(end, SUSPECT))
     if stopped and not isinstance(end, Preempted):

@@ -57,8 +57,8 @@ def evaluate(
     config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None,
     retries: int = 0, benchmark: str = "",
 ) -> int:  # fmt: skip
-    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing what is there. Plays cut items ``retries`` times more, with twice
-    the room each time. Returns 0, or 1 without all scores. Raises ConfigError for another's ``out``."""
+    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing what is there; cut items again, up to ``retries``
+    times, with twice the room. Returns 0, or 1 when some have no score. Raises ConfigError when ``out`` is another's."""
     tasks = evenly([*_read(data, config)], config.evaluation.limit)
     asked = plays(config, tasks, controls=controls, samples=samples)
     if controls and not any(task.images for task in tasks):

@@ -131,8 +131,8 @@ class Pool(Generic[A]):
         self._changed.set()
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
-        """The worker that already serves this affinity, or the least loaded one (a failure weighs as much as a lease), if
-        possible on no node of the slots to ``avoid``. Waits for a replacement; raises RolesExhausted, WorkerLost when none comes."""
+        """The worker that already serves this affinity, or the least loaded one (a failure weighs as much as a lease), if possible
+        on no node of the slots to ``avoid``. Waits for a replacement; raises RolesExhausted, or WorkerLost when none comes."""
         while not self.workers:
             if self._failure is not None:
                 raise self._failure
