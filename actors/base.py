@@ -14,8 +14,7 @@ from typing import Any
 import ray
 
 GROUPS = {"debug": 1, "background": 1}
-"""Ray's concurrency groups of every actor, each with a thread of its own: ``debug`` answers when all others hang, ``background``
-waits for work beside other calls."""
+"""Ray's concurrency groups of every actor, a thread each: ``debug`` answers when others hang, ``background`` waits for work."""
 
 
 def dump() -> str:

@@ -38,10 +38,8 @@ from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 
 logger = logging.getLogger(__name__)
 
-
 REQUEST_SHARE = 1 / 6
-"""Of ``environment.episode_timeout``: the time of one generation request, after which the engine counts as lost and the turn is
-generated elsewhere."""
+"""The time of one generation request, after which the engine counts as lost, as a share of ``environment.episode_timeout``."""
 
 
 class EnvironmentActor(Actor):
@@ -74,10 +72,7 @@ class EnvironmentActor(Actor):
         self, requests: Sequence[RolloutRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
     ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
         """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): their results, then their payloads.
-
-        A failure is a value without a payload. Takes at most the timeout of an episode and ``CLOSE_TIMEOUT``. Raises WorkerSpent,
-        before anything is played.
-        """
+        A failure has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most. Raises WorkerSpent at once."""
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
         first = FirstTurn(len(requests), self._images) if len(requests) > 1 and self._settings.max_turns == 1 else None

@@ -1,7 +1,4 @@
-"""What is done about the error of an actor's call, by its class, and such an error in words and as a value.
-
-A test walks through ``ray.exceptions``: a class that a new Ray brings must get its line.
-"""
+"""What is done about an actor's error, by its class. A test walks through ``ray.exceptions``: a new class must get its line."""
 
 from __future__ import annotations
 
@@ -97,11 +94,8 @@ def cause(error: BaseException) -> BaseException:
 
 
 def action(error: BaseException, ranks: int = 0) -> FailureAction:
-    """What is done about the error of a call. ``ranks``: the number of the policy's ranks, if they were called.
-
-    A collective that fails is a RuntimeError on the ranks that live, so with several ranks each RuntimeError counts as a lost rank.
-    A device that is out of memory would be so again.
-    """
+    """What is done about the error of a call, of the policy if ``ranks`` > 0. A collective that fails is a RuntimeError on the
+    ranks that live, so with several ranks each RuntimeError, except for a device out of memory, counts as a lost rank."""
     below = cause(error)
     if getattr(below, "actor_init_failed", False):  # its constructor raised, which it would do again
         return END

@@ -1,7 +1,4 @@
-"""Typed handles of actors: the type checker refuses wrong methods and arguments, which Ray's handles refuse only at run time.
-
-outcomes = await submit(handle, RewardActor.score, task, step, resolved(payload))
-"""
+"""Typed handles of actors: the type checker refuses wrong methods and arguments of ``submit(handle, Class.method, ...)``."""
 
 from __future__ import annotations
 

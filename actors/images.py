@@ -1,7 +1,5 @@
 """An image is sent once per engine: a request names its images by hash, and carries the bytes that its engine has not had.
-
-``SentImages`` is the half of the process that calls engines, ``ImageCache`` that of a rollout actor. An engine gets whole prompts.
-"""
+``SentImages`` is the half of the process that calls engines, ``ImageCache`` that of a rollout actor."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import TypeVar
 
 from rayloop.core.failures import InfrastructureFailure
 from rayloop.core.threads import Cache
-from rayloop.core.types import ImagesSent, PromptImage, TokenPrompt
+from rayloop.core.types import ImagesSent, TokenPrompt
 
 R = TypeVar("R")
 
@@ -34,8 +32,7 @@ class MissingImages:
 
 
 class ImageCache:
-    """The encoded images of one rollout actor by hash, at most ``limit`` bytes and those of running requests; drops the least
-    recently used. For one event loop."""
+    """A rollout actor's images by hash: ``limit`` bytes, and those of running requests; drops the least recently used."""
 
     def __init__(self, limit: int = KEPT) -> None:
         self._running: Counter[str] = Counter()
@@ -61,7 +58,8 @@ class ImageCache:
             if missing := await self._missing(lacking):
                 yield MissingImages(missing)
             else:
-                yield replace(prompt, images=tuple(map(self._with_bytes, prompt.images)))
+                kept = self._images.get
+                yield replace(prompt, images=tuple(replace(i, data=kept(i.ref.sha256) or i.data) for i in prompt.images))
         finally:
             self._running.subtract(names)
             for name in names:
@@ -74,9 +72,6 @@ class ImageCache:
             self._images.put(name, data)
             self._came.put(name, True)
             self._changed.set()
-
-    def _with_bytes(self, image: PromptImage) -> PromptImage:
-        return replace(image, data=self._images.get(image.ref.sha256) or image.data)
 
     async def _missing(self, names: Collection[str]) -> frozenset[str]:
         """The images that are not there. One that never came is on its way with another request, and is awaited."""
@@ -104,9 +99,7 @@ class SentImages:
         count: Callable[[ImagesSent], None],
     ) -> R:
         """The engine's answer to the prompt, which ``send`` sends, again with missing bytes when the engine asks for them.
-
-        ``count`` gets the numbers of images sent. Raises InfrastructureFailure when the engine lacks images that were sent.
-        """
+        ``count`` gets the numbers of images sent. Raises InfrastructureFailure when the engine lacks images that were sent."""
         images = {image.ref.sha256 for image in prompt.images if image.data is not None}
         had, again = {name for name in images if self._had.get((engine, name))}, 0
         while True:

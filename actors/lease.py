@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from ray.exceptions import RayTaskError
@@ -40,17 +39,14 @@ class Engine(Protocol):
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | MissingImages:
         """Sample one turn, or return the missing images."""
-        ...
 
     async def generate_each(
         self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion | RayTaskError] | MissingImages:
         """Sample one turn for each seed."""
-        ...
 
     async def leave(self, cohort: str) -> None:
         """One episode of the cohort will ask for no more turns."""
-        ...
 
 
 class LeasesEngines(Protocol):
@@ -58,15 +54,11 @@ class LeasesEngines(Protocol):
 
     async def lease_engine(self, episode: str, lost: int, why: str) -> Lease[Engine]:
         """Another engine for an episode (``<trajectory>@<attempt>``) whose request failed on engine ``lost``."""
-        ...
 
 
 class FirstTurn:
-    """The first turn of the episodes of one call: those with the same prompt, except for the seed, share one request.
-
-    It is sent when all episodes have asked, or after twice the time that the first one took, at least ``PATIENCE`` seconds more. A
-    later episode asks alone.
-    """
+    """The first turn of the episodes of one call: those with the same prompt, except for the seed, share one request. It is sent
+    when all have asked, or after twice the time that the first one took, at least ``PATIENCE`` seconds more."""
 
     def __init__(self, episodes: int, images: SentImages) -> None:
         self._missing, self._images = episodes, images
@@ -145,11 +137,8 @@ async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
 
 
 class LeasedEngine:
-    """Generation for one episode: on the leased engine, and when that is lost on the next one that the driver leases.
-
-    With ``first``, its first request is shared. In deterministic mode (``request.cohort``) the requests of a group's first attempt
-    are decoded as one batch; after a loss, or in a later attempt, the episode generates alone.
-    """
+    """Generation for one episode, on another leased engine when one is lost. With ``first``, its first request is shared. A group's
+    first attempt is decoded as one batch in deterministic mode (``request.cohort``), but not after a loss."""
 
     def __init__(
         self,
@@ -169,12 +158,9 @@ class LeasedEngine:
             self._cohort = Cohort(str(request.id.group), request.cohort)
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn; the same prompt and seed are sent to another engine when one is lost.
-
-        Raises what the engine and ``driver.lease_engine`` raise. That call has no deadline here: the driver bounds its wait.
-        """
+        """Sample one turn, on another engine when one is lost. Raises what the engine and ``driver.lease_engine`` raise."""
         while True:
-            sent = dataclasses.replace(prompt, cohort=self._cohort)
+            sent = replace(prompt, cohort=self._cohort)
             first, self._first = self._first, None
             try:
                 async with asyncio.timeout(self._timeout):

@@ -42,10 +42,8 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
-    """Sampling engine against trainer, over ``tokens`` sampled tokens: mean and max |log-prob difference|.
-
-    ``swapped`` is the mean change of the trainer's own log-probs over trajectories with images when these are swapped.
-    """
+    """Sampling engine against trainer, over ``tokens`` sampled tokens: mean and max |log-prob difference|. ``swapped`` is the mean
+    change of the trainer's own log-probs over trajectories with images when these are swapped."""
 
     tokens: int
     mean: float
@@ -71,11 +69,8 @@ def assignments(
     groups: Sequence[Group], ranks: int, update: UpdateSettings, seed: int, version: Version, nominal: int, *,
     treat_as_on_policy: bool,
 ) -> list[list[list[Assignment]]]:  # fmt: skip
-    """The kept members of the groups that each rank trains on, for each update of a step.
-
-    Mini-batches are cut at group boundaries and shuffled by seed and step; whole groups are spread over the ranks (``shares``).
-    ``nominal``: trajectories of a full step.
-    """
+    """The kept members of the groups that each rank trains on, for each update of a step. Mini-batches are cut at group boundaries
+    and shuffled by seed and step; whole groups are spread over the ranks (``shares``). ``nominal``: trajectories of a full step."""
 
     def assignment(member: Member) -> Assignment:
         assert member.advantage is not None
@@ -97,8 +92,7 @@ def assignments(
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """The settings of all ranks. ``folder``: where the transport may write weight updates; ``adapter_reference``
-    (``reference: adapter_off``): this engine, with its adapter disabled, is the reference."""
+    """The settings of all ranks. ``folder``: for weight updates; ``adapter_reference``: the adapter disabled is the reference."""
 
     model: ModelSettings
     engine: FsdpSettings
@@ -138,9 +132,7 @@ class PolicyRank(Actor):
         from rayloop.transports.seam import transport
 
         s = self.settings
-        where = meeting
-        if not isinstance(meeting, str):
-            where = self._meeting or meeting_place(meeting, COLLECTIVE_TIMEOUT, first=False)
+        where = meeting if isinstance(meeting, str) else self._meeting or meeting_place(meeting, COLLECTIVE_TIMEOUT, first=False)
         self.engine = FsdpEngine(
             s.model, s.engine, s.optimizer, s.loss,
             rank=self.rank, world_size=self.world_size, init_method=where, seed=s.seed,
@@ -153,8 +145,7 @@ class PolicyRank(Actor):
             grow_segments()
 
     def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
-        """Fetch this rank's share of the next step. Returns the trajectories of which data is lost: the rest must then be
-        assigned again."""
+        """Fetch this rank's share of the next step. Returns the trajectories of which data is lost, to assign the rest again."""
         began = time.perf_counter()
         assigned = [a for update in updates for a in update]
         found, gone = fetch([ref for a in assigned for ref in (a.payload, a.reference) if ref is not None])
@@ -223,8 +214,7 @@ class PolicyRank(Actor):
         self.engine.restore_parameters()
 
     def shares(self, probe: str, within: float) -> str | None:
-        """Write a file into the folder ``probe``, made by the driver. Returns None, or the host name when the folder does not
-        appear ``within`` seconds."""
+        """Write a file into the driver's folder ``probe``. Returns the host name when it does not appear ``within`` seconds."""
         if not appears(Path(probe), within):
             return self.host()
         (Path(probe) / f"rank-{self.rank}").touch()

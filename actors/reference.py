@@ -27,13 +27,10 @@ class ReferenceActor(Actor):
 
     def health(self) -> None:
         """That it answers is all that is asked."""
-        return None
 
     async def annotate(self, payloads: Sequence[Ref[Trajectory]]) -> Annotation:
-        """(lost, array, ...): one float32 array [sampled_tokens] per payload; the driver awaits ``lost`` only.
-
-        Payloads are references to trajectories. ``lost`` are the positions of those that are gone; their arrays are None.
-        """
+        """(lost, array, ...): one float32 array [sampled_tokens] per payload; the driver awaits ``lost`` only. Payloads are
+        references to trajectories. ``lost`` are the positions of those that are gone; their arrays are None."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._annotate, payloads)
 
     def _annotate(self, payloads: Sequence[Ref[Trajectory]]) -> Annotation:

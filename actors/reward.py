@@ -19,7 +19,7 @@ from rayloop.core.failures import ConfigError, DataFailure, DeadlineExceeded, In
 from rayloop.core.groups import Group, Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.threads import hanging, in_thread, own_frames
+from rayloop.core.threads import in_thread, own_frames
 from rayloop.core.types import EndReason, Ref, Task, Trajectory
 from rayloop.rewards.functions import around, as_outcome, as_outcomes, as_source
 from rayloop.rewards.settings import RewardSettings
@@ -60,13 +60,11 @@ class RewardActor(Actor):
         return [lost if ref in gone else next(there) for ref in payloads]
 
     async def judge(self, trajectories: Sequence[Trajectory], task: Task, step: int) -> list[Outcome]:
-        """The outcomes of trajectories that are scored together for training step ``step``, within twice the timeout.
-
-        A grader that raises or hangs is called once more; ``reward.on_error`` decides about the second failure. Failures of
-        network, disk or memory, and of ``infrastructure`` sources, leave trajectories unscored. One whose action hung a tool gets
-        the failing value without a grader. Raises WorkerSpent, and RewardLost and ConfigError, with which a source ends the run.
-        """
-        if (stuck := hanging()) >= threads.HUNG:
+        """The outcomes of trajectories that are scored together for training step ``step``, within twice the timeout. A grader that
+        raises or hangs is called once more; ``reward.on_error`` decides about the second failure. Failures of network, disk or
+        memory, and of ``infrastructure`` sources, leave trajectories unscored. One whose action hung a tool gets the failing value
+        without a grader. Raises WorkerSpent, and RewardLost and ConfigError, with which a source ends the run."""
+        if (stuck := threads.hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of the grader hang in this process")
         hung = Scored(self._settings.failing_value, flags=(str(EndReason.TOOL_DEADLINE),))
         asked = [trajectory for trajectory in trajectories if trajectory.end_reason is not EndReason.TOOL_DEADLINE]
@@ -115,7 +113,7 @@ class RewardActor(Actor):
     def _failed(self, errors: list[Exception]) -> Outcome:
         """The outcome of a trajectory whose grader failed in these ways, one after the other."""
         last = errors[-1]
-        reason = f"{self._settings.source.use}: {_last_line(last)}"
+        reason = f"{self._settings.source.use}: {traceback.format_exception_only(last)[-1].strip()}"
         if isinstance(last, DeadlineExceeded):
             client = bool(getattr(self._source, "infrastructure", False))  # what it asks may have hung it
             if self._settings.fails and not client and type(errors[0]) is type(last):
@@ -129,8 +127,7 @@ class RewardActor(Actor):
         return Unscored(UnscoredKind.GRADER_ERROR, reason, trace)
 
     async def _ask(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[Outcome]:
-        """The source's outcomes. It gets copies of the task and lists, which it may change. One trajectory alone is given to
-        ``score`` if the source has it, also with ``per: group``."""
+        """The outcomes of copies of task and lists. One trajectory alone goes to ``score``, if the source has it."""
         task, source = copy.deepcopy(task), self._source
         if len(trajectories) == 1 and hasattr(source, "score"):
             return [as_outcome(await self._answer(source.score, trajectories[0], task, contexts[0]))]
@@ -162,7 +159,3 @@ async def _contained(result: Awaitable[Any]) -> Any:
         raise
     except BaseException as error:
         raise RuntimeError(f"raised {type(error).__name__}: {error}") from error
-
-
-def _last_line(error: BaseException) -> str:
-    return traceback.format_exception_only(error)[-1].strip()

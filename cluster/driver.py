@@ -1,7 +1,5 @@
-"""The driver: GRPO with partial dynamic filtering over actors. It moves references and decisions, never tensors.
-
-``Driver.run`` and ``Driver.finish`` are the algorithm; the methods that they call follow in the order of the calls.
-"""
+"""The driver: GRPO with partial dynamic filtering over actors. It moves references and decisions, never tensors. ``Driver.run`` and
+``Driver.finish`` are the algorithm; the methods that they call follow in the order of the calls."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import ray
@@ -19,11 +18,10 @@ from rayloop.actors.lease import LeasesEngines
 from rayloop.actors.policy import PolicyRank
 from rayloop.actors.reference import ReferenceActor
 from rayloop.cluster.loop.ending import ended
-from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.saving import SavedStep, Saving, capture
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.services import TrainingServices
-from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.attempts import EpisodeRunner, play
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import ATTEMPTS
 from rayloop.cluster.supervision.watchdog import watch, watch_liveness
@@ -53,10 +51,8 @@ REFERENCE_SHARE = 1 / 6
 
 
 class Driver:
-    """One per run; it lives in an actor (cluster/driver_actor.py), ``handle``, and owns all others.
-
-    ``origin`` is the checkpoint to continue from; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints.
-    """
+    """One per run; it lives in an actor (cluster/driver_actor.py), ``handle``, and owns all others. ``origin`` is the checkpoint to
+    continue from; ``hashes`` are those of rayloop/run/identity.py, for the checkpoints."""
 
     def __init__(
         self, config: RunConfig, services: TrainingServices, reporter: Reporter, origin: Origin,
@@ -88,8 +84,6 @@ class Driver:
         self.player = EpisodeRunner(config, services, handle, reporter.event, quarantine, self.history)
         self.initial = self.state()
 
-    # The loop ------------------------------------------------------------------------------------------------------
-
     async def run(self) -> None:
         """Train from the newest checkpoint to the last step. Raises PolicyLost when a rank died."""
         await self.restore()
@@ -117,13 +111,8 @@ class Driver:
         group = apply_filters(group, self.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
 
-    # What the loop calls -------------------------------------------------------------------------------------------
-
     async def main(self) -> dict[str, Any]:
-        """Start the actors, run, and rebuild the policy when a rank dies. Returns the last step's summary.
-
-        Raises a RayloopError; Preempted after a requested stop that came before the last step.
-        """
+        """Start, run, and rebuild a lost policy. Returns the last step's summary; raises a RayloopError, Preempted after a stop."""
         try:
             logs = self.reporter.folder.path / "logs"
             emit, phase = self.reporter.event, lambda: self.timings.phase
@@ -281,8 +270,7 @@ class Driver:
 
     @timed("testing")
     async def evaluate(self, ending: bool = False) -> None:
-        """Play the held-out tasks when due, before the first and after the last step, and when a run is ``ending`` for lack of
-        trajectories."""
+        """Play the held-out tasks when due, before the first and after the last step, and when the run is ``ending`` early."""
         if not self.held_out:
             return
         due, last = self.step % self.config.evaluation.every == 0, self.done or ending
@@ -343,10 +331,7 @@ class Driver:
         if not due or self.saving.on_disk(self.version):
             return
         ours = about(self.config, self.hashes, len(self.rollouts.dataset))
-
-        async def state() -> Any:
-            return await capture(self.state, self.rollouts.lose, self.config.policy.step_timeout)
-
+        state = partial(capture, self.state, self.rollouts.lose, self.config.policy.step_timeout)
         await self.saving.save(SavedStep(self.version, state, ours, best, last), self.services.policy)
 
     # The driver's part of a checkpoint (docs/algorithm.md, section 12) ---------------------------------------------

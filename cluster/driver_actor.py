@@ -27,11 +27,8 @@ from rayloop.view.words import doing
 
 
 class DriverActor(Actor):
-    """One asynchronous Ray actor per run, owned by the ``train`` process; its driver owns all other actors.
-
-    ``folder`` is the run folder, visible to all nodes; ``hashes`` are those of rayloop/run/identity.py; ``resume``, ``since`` and
-    ``fence`` are those of ``Origin``, by default of a start that is made now.
-    """
+    """One asynchronous Ray actor per run, owned by the ``train`` process. ``folder``: the run folder, visible to all nodes;
+    ``hashes``: of rayloop/run/identity.py; ``resume``, ``since``, ``fence``: of ``Origin``, by default of a start now."""
 
     def __init__(
         self, config: RunConfig, folder: str, resume: str, hashes: Mapping[str, str] = NOTHING, since: int | None = None,
@@ -49,10 +46,7 @@ class DriverActor(Actor):
         return Driver(self.config, services, self.reporter, self.origin, handle, self.hashes)
 
     async def main(self) -> dict[str, Any]:
-        """Make the driver and run it. Returns the last step's summary; raises what ``Driver.main`` does.
-
-        The driver is made here, not in the constructor, whose errors Ray would strip of their type.
-        """
+        """Make the driver here, since Ray strips a constructor's errors of their type, and return ``Driver.main``."""
         try:
             self.driver = self.make(ray.get_runtime_context().current_actor)
         except Exception as error:

@@ -12,13 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    get_placement_group,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util import get_placement_group, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rayloop.actors.environment import EnvironmentActor
@@ -50,10 +45,7 @@ def actor_name(role: str) -> str:
 
 
 async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], emit: Emit) -> PlacementGroup:
-    """Reserve the resources of all actors at once; waits for nodes that are still to come.
-
-    Raises ResourcesUnavailable with the numbers. A placement group outlives a driver that died: its own is removed first.
-    """
+    """Reserve all resources at once, waiting for nodes, in place of a dead driver's group. Raises ResourcesUnavailable."""
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
     timeout = config.recovery.start_timeout
@@ -86,10 +78,8 @@ def _short(wanted: list[dict[str, float]]) -> str:
 
 
 class Services:
-    """The pools that play and score, for an evaluation. Ray ends their actors with the process that created them.
-
-    ``wanted``, ``up``: actors to start, and started. ``weights``: the folder where transports and engines write weight updates.
-    """
+    """The pools that play and score, for an evaluation. Ray ends their actors with the process that created them. ``wanted``,
+    ``up``: actors to start, and started. ``weights``: the folder where transports and engines write weight updates."""
 
     trains = False
 
@@ -163,8 +153,7 @@ class Services:
         }
 
     def _where(self, bundle: int, placement: Placement) -> Any:
-        """The strategy for its bundle; or for another node with room, when the bundle's node is avoided. The bundle stays reserved,
-        so that no actor gets a bad GPU of it."""
+        """Its bundle; another node with room when the bundle's is avoided. The bundle stays reserved, with its bad GPU."""
         assert self._group is not None, "start() reserves"
         inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         if not self.nodes.avoids():

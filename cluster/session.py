@@ -32,12 +32,8 @@ def session(
     needed: Mapping[str, float], address: str | None, temporary: str | None, logs: Path, namespace: str | None = None,
     store: int = OBJECT_STORE,
 ) -> Iterator[None]:  # fmt: skip
-    """Join the cluster at ``address``; without one, start a private cluster that ends with the block.
-
-    ``needed``: resource -> sum over the actors. A private cluster has that many logical CPUs, so that a laptop can hold all roles;
-    its files are below ``temporary`` (made by rayloop/launch/ray_variables.py), and its actors' logs are copied to ``logs``.
-    ``namespace``: Ray's, of the actors' names; None: a random one. ``store``: bytes of a private cluster's object store.
-    """
+    """Join the cluster at ``address``; without one, start a private cluster that ends with the block. It has as
+    many logical CPUs as ``needed``, so that a laptop can hold all roles. Its files are below ``temporary``; ``store``: in bytes."""
     if address:
         ray.init(address=address, log_to_driver=False, namespace=namespace)
         try:
@@ -71,10 +67,7 @@ STARTS = 3
 
 
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
-    """Start a cluster on this machine, with ``store`` bytes for objects and all its files in ``folder``.
-
-    Raises ConfigError when too few files may be open, and Ray's error of the last of ``STARTS`` attempts.
-    """
+    """Start a cluster here, all its files in ``folder``. Raises ConfigError below ``FILES``, and Ray's last error."""
     if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < FILES:
         raise ConfigError(
             f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least. Run `ulimit -n 8192` before the "
@@ -119,8 +112,7 @@ def logs_folder() -> Path:
 
 
 def ask_head(seconds: float) -> None:
-    """Raises AuthenticationError when another head answers than the one that was joined, and ConnectionError when none listens. A
-    head that listens and does not answer within ``seconds`` is only busy."""
+    """Raises AuthenticationError when another head answers, ConnectionError when none listens; a silent one is only busy."""
     from ray._private.worker import global_worker
 
     try:

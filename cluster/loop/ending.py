@@ -39,8 +39,7 @@ SUSPECT = (Diverged, LedgerError, LogprobMismatch, WeightSyncError, AlarmStopped
 
 
 class Run(Protocol):
-    """The driver at its end. ``begun``: the step that was restored. ``lost``: a rank died, and no step has been restored since.
-    ``updating``: an update was begun and has not ended."""
+    """The driver at its end. ``begun``: the step that was restored. ``lost``: a rank died, and no step was restored since."""
 
     config: RunConfig
     reporter: Reporter
@@ -59,11 +58,8 @@ class Run(Protocol):
 
 
 async def ended(run: Run, error: Exception) -> RayloopError:
-    """Record the end of a run by ``error``, and save it if there is anything to save and the policy lives. Returns what to raise.
-
-    After a stop: Preempted when a resume will start from this very step, otherwise NotSaved, whatever else failed meanwhile, unless
-    it is one of ``SUSPECT``, after which nothing is saved. Else: the error, typed, with a note about the checkpoint.
-    """
+    """Record the end of a run by ``error``, and save what can be saved. Returns the typed error, with a note about the checkpoint;
+    after a stop Preempted when this step is saved, else NotSaved, or one of ``SUSPECT``."""
     end = typed(error)
     stopped = isinstance(end, Preempted) or (run.stopping.is_set() and not isinstance(end, SUSPECT))
     if stopped and not isinstance(end, Preempted):

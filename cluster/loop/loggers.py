@@ -20,10 +20,8 @@ REPEAT = 3.0
 
 
 class Prometheus:
-    """Gauges of ``ray.util.metrics``, named by ``rayloop.run.records.metrics.prometheus``, with the label ``run``.
-
-    A metric keeps its value until a step has a new one; those of ``vitals`` are as old as the last export.
-    """
+    """Gauges of ``ray.util.metrics``, named by ``rayloop.run.records.metrics.prometheus``, with the label ``run``. A metric keeps
+    its value until a step has a new one; those of ``vitals`` are as old as the last export."""
 
     def __init__(self, run: str, vitals: Vitals) -> None:
         from ray.util.metrics import Gauge

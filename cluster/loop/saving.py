@@ -23,8 +23,7 @@ from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, co
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step to save. ``state`` captures the driver's part, ``about`` goes into the marker, ``best`` is kept; nothing is trained
-    after the ``last`` one, so it cannot be tried again at the next step."""
+    """A step to save: the driver's part, what goes into the marker, whether it is kept, and whether it is the last attempt."""
 
     version: Version
     state: Callable[[], Awaitable[Any]]
@@ -44,10 +43,8 @@ class Saving:
         self._under_way: asyncio.Task[None] | None = None
 
     def anew(self, since: int) -> None:
-        """Raises CheckpointError when this start has saved a checkpoint, which is gone: the run may not begin at step 0.
-
-        ``since``: lineages that had begun before it. A driver that replaces another one reads in ``latest`` what that one saved.
-        """
+        """Raises CheckpointError when this start has saved a checkpoint, which is gone: the run may not begin at step 0. ``since``:
+        lineages that had begun before it. A driver that replaces another one reads in ``latest`` what that one saved."""
         newest = self.saved[1].folder.name if self.saved else ""
         if not newest and self._store.lineages() > since:
             newest = self.latest()
@@ -69,11 +66,8 @@ class Saving:
         return self.saved is not None and self.saved[0] == version and complete(self.saved[1].folder) is not None
 
     async def save(self, step: SavedStep, policy: PolicyGroup) -> None:
-        """Save a step, when the one before is written. Returns when the ranks may go on; for the last step, when it is on disk.
-
-        A save that fails is recorded, and the caller tries again at the next step. Raises CheckpointError at the last step or after
-        ``FAILED_SAVES`` failures; another error, such as PolicyLost, now or from ``settle``.
-        """
+        """Save a step. Returns when the ranks may go on; for the last step, when it is on disk. A save that fails is recorded.
+        Raises CheckpointError at the last step or after ``FAILED_SAVES`` failures; another error now or from ``settle``."""
         await self.settle()
         copied = asyncio.Event()
         self._under_way = asyncio.create_task(self._write(step, policy, copied))
@@ -113,11 +107,8 @@ class Saving:
 
 
 async def capture(state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float) -> Plain:
-    """A state with its payloads in it; the run goes on while they are fetched.
-
-    ``lose`` gets the trajectories whose payloads are gone, and then a later state is taken. Raises CheckpointError when
-    payloads do not come within ``timeout`` seconds.
-    """
+    """A state with its payloads in it; the run goes on while they are fetched. ``lose`` gets the trajectories whose payloads are
+    gone, and then a later state is taken. Raises CheckpointError when payloads do not come within ``timeout`` seconds."""
     values: dict[Any, Any] = {}
     while True:
         taken = state()

@@ -41,10 +41,7 @@ ARRIVED = 1 / 3
 
 
 class WeightSync:
-    """Brings the policy's weights into every engine; a replacement engine is admitted with the current ones.
-
-    To the transport it is the engines in service (``rayloop.transports.seam.Rollouts``).
-    """
+    """Brings the policy's weights into every engine; the transport sees it as ``rayloop.transports.seam.Rollouts``."""
 
     def __init__(self, config: RunConfig, services: TrainingServices, reporter: Reporter) -> None:
         self.config, self.services, self.reporter = config, services, reporter
@@ -59,10 +56,7 @@ class WeightSync:
         return transport(self.config.weight_sync.transport, self.services.weights)
 
     async def send(self, version: Version) -> None:
-        """Load ``version`` into all engines in service; a lost engine's replacement loads it too.
-
-        Raises WeightSyncError when the weights did not arrive as sent, PolicyLost when they could not be gathered.
-        """
+        """Load ``version`` into all engines in service. Raises WeightSyncError, and PolicyLost when weights were lost."""
         try:
             await self._transport.deliver(self.services.policy, self, version)
         except Exception as error:
@@ -117,10 +111,7 @@ class WeightSync:
                     await self.send(version())
 
     async def verify(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
-        """Check the log-probs at step 0, then the self-test. Raises LogprobMismatch or WeightSyncError, or warns, as configured.
-
-        ``tasks`` are those to draw probes from, in order.
-        """
+        """Check log-probs at step 0, then the self-test, on ``tasks``. Raises LogprobMismatch or WeightSyncError, or warns."""
         self._unplayable.clear()
         try:
             await self._logprob_check(tasks, player)
@@ -149,11 +140,8 @@ class WeightSync:
             )
 
     async def observe(self, tasks: Sequence[Task], player: EpisodeRunner, step: int) -> float | None:
-        """Mean |log-prob difference| in nats between engines and trainer after ``step`` steps, over fresh episodes.
-
-        Plays ``PROBES`` of the tasks, other ones at each step; skips those that fail. None, with an event, when nothing could be
-        compared. The ranks must hold nothing fetched. Raises PolicyLost and, when no actor is left to play, WorkerLost.
-        """
+        """Mean |log-prob difference| in nats between engines and trainer, over fresh episodes of ``PROBES`` tasks, other ones at
+        each step. None, with an event, when nothing could be compared. The ranks must hold nothing fetched."""
         draw = random.Random(derive(self.config.seed, "probe", "drift", step))
         chosen = draw.sample(list(tasks), min(PROBES, len(tasks)))
         sampling = self.config.rollout.sampling.sampling()
@@ -220,11 +208,8 @@ class WeightSync:
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played, all missing ones at once.
-
-        Uses the run's sampling settings; answers of the self-test are cut. A task that fails is not tried again, since it may have
-        cost several deadlines. Raises EnvironmentFailed or DataFailure when as many fail, and none is played.
-        """
+        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played. A task that fails is not tried again, since
+        it may have cost several deadlines. Raises EnvironmentFailed or DataFailure when as many fail, and none is played."""
         payloads: list[Any] = []
         failed: list[Unscored] = []
         sampling = self.config.rollout.sampling.sampling()

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,14 @@ from rayloop.actors.failures import cause
 from rayloop.actors.handles import Handle, create, submit
 from rayloop.actors.lease import Lease
 from rayloop.actors.rollout import RolloutActor, start_weights
-from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.services import Services
 from rayloop.cluster.session import session
-from rayloop.cluster.supervision.attempts import EpisodeRunner
+from rayloop.cluster.supervision.attempts import EpisodeRunner, play
 from rayloop.config.settings import dump
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Event
-from rayloop.core.failures import ConfigError, DataFailure, RayloopError
+from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.files import needed
 from rayloop.core.groups import Member
 from rayloop.core.model_files import resolve
@@ -57,19 +57,16 @@ def evaluate(
     config: RunConfig, data: str, out: Path, *, controls: bool, samples: int, address: str | None, temporary: str | None,
     retries: int = 0, benchmark: str = "",
 ) -> int:  # fmt: skip
-    """Evaluate ``config.model`` on the rows of ``data`` and write items.jsonl, summary.json and results.json into ``out``.
-
-    Items that ``out`` has already are not played again. One that ``sampling.max_tokens`` cut is, as often as ``retries``, with
-    twice the room each time. Returns 0, or 1 when some items have no score. Raises ConfigError when ``out`` belongs to another
-    model, configuration or file.
-    """
+    """Evaluate ``config.model`` on the rows of ``data`` into ``out``, continuing what is there; cut items again, up to ``retries``
+    times, with twice the room. Returns 0, or 1 when some have no score. Raises ConfigError when ``out`` is another's."""
     tasks = evenly([*_read(data, config)], config.evaluation.limit)
     asked = plays(config, tasks, controls=controls, samples=samples)
     if controls and not any(task.images for task in tasks):
         print(f"no row of {data} shows an image: --controls has no wrong image to play")
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
     config = pinned(config)
-    identity = {"config": config_hash(config), "weights": _weights(config), "data": _sha256([Path(data)])}
+    weights = config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
+    identity = {"config": config_hash(config), "weights": weights, "data": _sha256([Path(data)])}
     identity |= {"retries": str(retries)} if retries else {}
     make_folder(out, "--out")
     items_file = out / "items.jsonl"
@@ -152,10 +149,7 @@ class Evaluator(Actor):
         self.retries = 0
 
     async def main(self, missing: Sequence[Play], retries: int = 0) -> str:
-        """Play what is missing. Items without a score are not kept, nor those that were cut and are played again.
-
-        Returns why the first item without a score has none; "" when all have one.
-        """
+        """Play what is missing. Returns why the first item without a score has none; "" when all have one."""
         services = Services(self.config, str(self.out), self._emit)
         me = ray.get_runtime_context().current_actor
         self.player = EpisodeRunner(self.config, services, me, self._emit)
@@ -222,11 +216,6 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(dump(bare).encode()).hexdigest()[:16]
 
 
-def _weights(config: RunConfig) -> str:
-    """The hash of the weights of ``model.path``, or the name of a server's."""
-    return config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
-
-
 def weights_hash(path: str, revision: str | None = None) -> str:
     """16 hex digits over a local model folder's weights, or the commit of a model of the Hub."""
     model = resolve(path, revision)
@@ -243,9 +232,7 @@ def _sha256(files: list[Path]) -> str:
 
 
 def _read(path: str, config: RunConfig) -> Dataset:
-    def report(failure: DataFailure) -> None:
-        print(f"left out: {failure}", flush=True)
-
+    report = partial(print, "left out:", flush=True)
     return Dataset(path, config.data.reader.build(), config.data.strict, report, config.environment.kinds)
 
 

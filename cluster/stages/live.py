@@ -1,7 +1,4 @@
-"""A live run seen from outside: its actors, their stacks and logs, and a request to stop.
-
-All but ``stop_driver`` asks Ray, not the driver, and so answers when the driver hangs.
-"""
+"""A live run seen from outside. All but ``stop_driver`` asks Ray, not the driver, and so answers when the driver hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -37,7 +33,7 @@ class NoAnswer(InfrastructureFailure):
 
 @dataclass(frozen=True)
 class LiveActor:
-    """``name`` is role, slot and a suffix; ``node`` the host name; ``here``: whether that is this machine."""
+    """``name`` is role, slot and a suffix; ``node`` the host name."""
 
     name: str
     number: str
@@ -46,10 +42,12 @@ class LiveActor:
 
     @property
     def role(self) -> str:
+        """The role that the actor's name begins with."""
         return self.name.partition("-")[0]
 
     @property
     def here(self) -> bool:
+        """Whether the actor is on this machine."""
         return self.node == socket.gethostname()
 
     def __str__(self) -> str:
@@ -128,13 +126,11 @@ def logs(place: Place, role: str | None, lines: int) -> Iterator[tuple[str, str]
 
 
 def _printed_here(actor: LiveActor, lines: int) -> str:
-    files = [file for end in ("out", "err") for file in sorted(logs_folder().glob(f"worker-*-{actor.pid}.{end}"))]
-    return "".join(last_lines(file, lines) for file in files)
-
-
-def last_lines(file: Path, lines: int) -> str:
-    with file.open(errors="replace", encoding="utf-8") as text:
-        return "".join(deque(text, maxlen=lines))
+    printed: list[str] = []
+    for file in (file for end in ("out", "err") for file in sorted(logs_folder().glob(f"worker-*-{actor.pid}.{end}"))):
+        with file.open(errors="replace", encoding="utf-8") as text:
+            printed += deque(text, maxlen=lines)
+    return "".join(printed)
 
 
 def _printed_there(actor: LiveActor, lines: int) -> str:
@@ -151,10 +147,8 @@ def _printed_there(actor: LiveActor, lines: int) -> str:
 
 
 def stop_driver(place: Place) -> None:
-    """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet.
-
-    A driver that ends before it answers is no error: a small run ends within milliseconds.
-    """
+    """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet. A
+    driver that ends before it answers is no error: a small run ends within milliseconds."""
     with joined(place) as actors:
         name = of_role(actors, "driver")[-1].name
         try:

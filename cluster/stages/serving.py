@@ -81,9 +81,7 @@ def serve_policy(
     announced: Path, alive: Callable[[], bool],
 ) -> int:  # fmt: skip
     """Serve the run in ``namespace``, or the one called ``name``, of the cluster at ``address`` until a signal or the run's end.
-
-    ``alive`` returns whether the run lives. Raises ServeFailed, and ConfigError without such a run, or without ``room``.
-    """
+    ``alive`` returns whether the run lives. Raises ServeFailed, and ConfigError without such a run, or without ``room``."""
     key = None if key_file is None else str(key_file.resolve())
 
     @contextmanager
@@ -113,10 +111,8 @@ def _serve(
     who: str, name: str, application: Any, http: HttpOptions, findable: Callable[[str], AbstractContextManager[str]],
     alive: Callable[[], bool] = lambda: True, proxies: str = "HeadOnly",
 ) -> None:  # fmt: skip
-    """Serve an application of ``serve.deployment(...).bind`` until a signal comes, or ``alive()`` is false.
-
-    ``findable`` announces a URL while it is entered, and returns a line to print. Raises ServeFailed, ConfigError (``room``).
-    """
+    """Serve an application of ``serve.deployment(...).bind`` until a signal comes, or ``alive()`` is false. ``findable`` announces
+    a URL while it is entered, and returns a line to print. Raises ServeFailed, ConfigError (``room``)."""
     running = room(name, http)
     try:
         port = running or http.port or free_port(http.host)
@@ -142,10 +138,8 @@ def _serve(
 
 
 def room(name: str, wanted: HttpOptions) -> int:
-    """The port of a Ray Serve that runs in this cluster already and has room for an application at /; 0: none runs.
-
-    Raises ConfigError: Ray Serve would ignore other options in silence, and replace what has the same name.
-    """
+    """The port of a Ray Serve that runs in this cluster already and has room for an application at /; 0: none runs. Raises
+    ConfigError: Ray Serve would ignore other options in silence, and replace what has the same name."""
     found = serve_details()
     if found is None:
         return 0
@@ -201,10 +195,7 @@ def url(host: str, port: int) -> str:
 
 
 def watch(name: str, who: str, still: Callable[[], bool] = lambda: True) -> None:
-    """Print each change of the application's state, prefixed with ``who``, while ``still()``.
-
-    Raises ServeFailed when another process deletes it, or ends Ray Serve.
-    """
+    """Print the application's changes of state while ``still()``. Raises ServeFailed when another process ends it."""
     before = "RUNNING"
     while still():
         time.sleep(POLL)

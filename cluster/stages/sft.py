@@ -1,8 +1,5 @@
-"""The supervised stage on Ray Train: each worker of a TorchTrainer runs the loop as one rank of the trainer.
-
-Ray Train starts the workers, again from the last checkpoint when one dies. ``output``/run has progress.txt, logs, and the
-checkpoints until the stage has ended.
-"""
+"""The supervised stage on Ray Train: each worker of a TorchTrainer is one rank of the trainer, started again from the last
+checkpoint when one dies. ``output``/run has progress.txt, logs, and the checkpoints until the stage has ended."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from rayloop.core.types import derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.engines.machine import grow_segments, per_process
-from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings
+from rayloop.engines.settings import COLLECTIVE_TIMEOUT
 from rayloop.estimate.memory import fitted
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.settings import LossSettings
@@ -42,10 +39,7 @@ POLL = 0.5
 
 
 def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
-    """Train and write the model, in the cluster at ``address`` or in a private one whose files are in ``temporary``.
-
-    Continues from the last checkpoint of an interrupted stage. Returns 0; raises RayloopError.
-    """
+    """Train, or continue from the last checkpoint, and write the model. Returns 0; raises RayloopError."""
     folder = local_path(config.output) / RUN
     make_folder(folder / "logs", "output=FOLDER")
     placement = config.placement
@@ -145,18 +139,16 @@ class Rank:
         )
         self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
         self.examples = Examples(config)
+        engine = config.engine
+        if not engine.threads and not config.placement.num_gpus:  # on a CPU the ranks of this machine share its cores
+            engine = engine.model_copy(update={"threads": per_process(context.get_local_world_size())})
         self.engine = FsdpEngine(
-            config.model, self._settings(context.get_local_world_size()), config.optimizer.over(config.steps),
+            config.model, engine, config.optimizer.over(config.steps),
             LossSettings(correction="none"),
             rank=self.rank, world_size=self.world_size, init_method=None, seed=config.seed,
         )  # fmt: skip
         self.step, seconds = self._restored()
         self.progress = SftProgress(seconds)
-
-    def _settings(self, ranks: int) -> FsdpSettings:
-        """``engine``; on a CPU with threads: the cores divided by the ``ranks`` on this machine."""
-        engine, on_gpu = self.config.engine, self.config.placement.num_gpus > 0
-        return engine if engine.threads or on_gpu else engine.model_copy(update={"threads": per_process(ranks)})
 
     def run(self) -> None:
         """Train to the end and write the model. Raises RayloopError."""

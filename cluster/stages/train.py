@@ -52,9 +52,9 @@ POLL = 0.5
 CONCURRENCY = 10_000
 """Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
 
-
 ANSWER, SILENT = 30.0, 10.0
 """Seconds for the driver's first and last answer, and those after which one that does not answer in between is reported."""
+Check = Callable[[], None]
 
 
 class DriverLost(RayloopError):
@@ -64,10 +64,7 @@ class DriverLost(RayloopError):
 
 
 def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
-    """Run to the end, in the cluster at ``address`` or in a private one whose files are in ``temporary``.
-
-    Returns 0; raises RayloopError (its exit code is the command's).
-    """
+    """Run to the end, in the cluster at ``address`` or in a private one in ``temporary``. Returns 0; raises RayloopError."""
     folder = RunFolder(config.output, config.name)
     make_folder(folder.path, "output=FOLDER")
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
@@ -78,7 +75,11 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _shown(config, folder, address) as progress,
         _recorded(folder, origin),
     ):
-        hashes = _fitting(config, folder, origin)
+        hashes = identity(config)
+        if (checkpoint := origin.find()) is None:
+            folder.write_config(dump(config))
+        else:
+            check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
         names = namespace(folder.path)
         room = store(config, read_shape(config.model.path, config.model.revision).parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
@@ -119,16 +120,6 @@ def _emit(folder: RunFolder, end: RayloopError, trace: str = "") -> None:
             folder.events.append(failure(end, Ledger().counts(), trace))
 
 
-def _fitting(config: RunConfig, folder: RunFolder, origin: Origin) -> dict[str, str]:
-    """The run's hashes. Raises ResumeRefused, with nothing written, when the checkpoint to continue from is another run's."""
-    hashes = identity(config)
-    if (checkpoint := origin.find()) is None:
-        folder.write_config(dump(config))
-    else:
-        check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
-    return hashes
-
-
 @contextmanager
 def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterator[Progress]:
     """The console of a run; it shows the run folder before Ray starts, which takes a while."""
@@ -141,18 +132,10 @@ def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterato
 
 
 def _run(
-    config: RunConfig,
-    folder: RunFolder,
-    origin: Origin,
-    hashes: dict[str, str],
-    progress: Progress,
-    check: Callable[[], None],
-    head: HeadWatch,
+    config: RunConfig, folder: RunFolder, origin: Origin, hashes: dict[str, str], progress: Progress, check: Check, head: HeadWatch
 ) -> dict[str, Any]:
     """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
-
-    ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises HeadGone when the cluster is lost.
-    """
+    ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises HeadGone when the cluster is lost."""
     path = str(folder.path.resolve())
     budget = Budget(config.recovery.driver_restarts)
     for restarts in count():
@@ -210,11 +193,8 @@ def _follow(
     driver: Handle[DriverActor], progress: Progress, silence: float, until: Callable[[], float], origin: Origin,
     folder: RunFolder, head: HeadWatch,
 ) -> dict[str, Any]:  # fmt: skip
-    """Show what the driver reports until it ends. Returns its result; raises what it raised.
-
-    Raises RunTaken when another process has taken the run, HeadGone, WorkerLost when the driver does not answer for ``silence``
-    seconds, NotSaved when it has not ended at the time ``until`` (``time.monotonic``).
-    """
+    """Show the driver's reports until it ends. Returns its result; raises its error, RunTaken, HeadGone, WorkerLost when it does
+    not answer for ``silence`` seconds, and NotSaved when it has not ended at the time ``until`` (``time.monotonic``)."""
     running, seen, answered, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER
     while True:
         folder.lock.check()
@@ -256,11 +236,8 @@ def _follow(
 
 @contextmanager
 def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], None]]:
-    """A SIGTERM while there is no driver unwinds, so that the private cluster ends with this process.
-
-    Yields a function that raises ``stopped()`` when a SIGTERM has come: an exception of a signal handler is lost when it hits a
-    callback of the interpreter, but the wakeup pipe gets every signal.
-    """
+    """A SIGTERM while there is no driver unwinds, so that the private cluster ends too. Yields a function that raises ``stopped()``
+    after a SIGTERM: a callback may swallow the exception of a signal handler, but the wakeup pipe gets every signal."""
     seen, written = socket.socketpair()
     with seen, written, handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
         seen.setblocking(False)
@@ -284,10 +261,8 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
 
 @contextmanager
 def _stop_on_signal(driver: Handle[DriverActor], progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
-    """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once.
-
-    Yields a function that returns the time (``time.monotonic``) at which the driver must have ended: ``grace`` s after a signal.
-    """
+    """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once. Yields a function
+    that returns the time (``time.monotonic``) at which the driver must have ended: ``grace`` s after a signal."""
     until = math.inf
 
     def stop(number: int, frame: Any) -> None:

@@ -1,7 +1,5 @@
-"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and the reward of each.
-
-No Ray cluster is started. The reader, the renderer, the episode loop and the rollout and reward classes run in this process.
-"""
+"""``python -m rayloop try``: one row as the model sees it, two sampled answers, and the reward of each. No Ray cluster is started.
+The reader, the renderer, the episode loop and the rollout and reward classes run in this process."""
 
 from __future__ import annotations
 
@@ -53,21 +51,17 @@ SHOWN = 500
 Write = Callable[[str], None]
 
 
-def try_row(config: RunConfig, row: int | None, write: Write = print) -> int:
-    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``write`` what happens.
+def try_row(config: RunConfig, row: int | None, show: Write = print) -> int:
+    """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``show`` what happens. Returns 0 when
+    both answers have a reward, else 1. Raises RayloopError, as a run would before its first step."""
 
-    Returns 0 when both answers have a reward, else 1. Raises RayloopError, as a run would before its first step.
-    """
-    write = _escaping(write)
+    def write(text: str) -> None:
+        show(visible(text))  # neither rows nor answers may steer the terminal
+
     dataset, task = _chosen(config, row, write)
     write(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
     with tempfile.TemporaryDirectory(prefix="try-") as folder:
         return asyncio.run(_Trial(config, folder, write).run(task))
-
-
-def _escaping(write: Write) -> Write:
-    """Neither rows nor answers may steer the terminal."""
-    return lambda text: write(visible(text))
 
 
 def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:
@@ -211,8 +205,12 @@ class _Trial:
 
     async def _outcomes(self, played: Sequence[Trajectory], task: Task) -> dict[TrajectoryId, Outcome]:
         """The rewards of the answers: one by one, or together with ``reward.per: group``."""
-        with _silent("rayloop.actors.reward"):
+        logger = logging.getLogger("rayloop.actors.reward")  # whose messages are written here in another way
+        before, logger.disabled = logger.disabled, True
+        try:
             outcomes = await self.reward.score(task, 0, *played)
+        finally:
+            logger.disabled = before
         return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
 
     def _answered(self, number: int, played: Trajectory | BaseException, outcomes: Mapping[TrajectoryId, Outcome]) -> bool:
@@ -255,17 +253,6 @@ def _making(use: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise WorkerStartFailed(f"{use} could not be made:\n{own_frames(error)}") from error
-
-
-@contextmanager
-def _silent(name: str) -> Iterator[None]:
-    """Disable the logger ``name``, whose messages are written here in another way."""
-    logger = logging.getLogger(name)
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _worded(outcome: Outcome) -> str:

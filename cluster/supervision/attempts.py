@@ -1,15 +1,11 @@
-"""Plays and scores the episodes of a group on the pools until each is over. Training, evaluation and probes share it.
-
-The first attempt of a group is one call (of at most ``environment.episodes_at_once``). An episode that it left without a result is
-played again alone, so one that ends its actor takes the others of its group with it only once.
-"""
+"""Plays and scores the episodes of a group on the pools until each is over. A group's first attempt is one call (of at most
+``environment.episodes_at_once``); an episode without a result is played again alone, since it may have ended its actor."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from rayloop.actors.handles import Handle
@@ -19,15 +15,20 @@ from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core import incidents
 from rayloop.core.events import Emit
 from rayloop.core.failures import Cause, Failure, Scope
-from rayloop.core.groups import Member, Unscored
-from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, Version
+from rayloop.core.groups import Group, Member, Scored, Unscored
+from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, TrajectoryId, Version, derive
+from rayloop.measure.controls import Item
 from rayloop.rollout.scheduler import ConcurrencyLimit
 from rayloop.run.config import RunConfig
+from rayloop.run.folder import RolloutRecord, jsonable
+from rayloop.run.held_out import Play
 
 T = TypeVar("T")
 Begins = Callable[[RolloutRequest], None]
 BadData = Callable[[Task, str, str], None]
 """Gets a task, the file at fault and the reason."""
+AT_ONCE = 128
+"""Episodes of an evaluation that are played at once."""
 SPARED = 10
 """Attempts of an episode that are not charged to it, because its actor was ended on account of another one."""
 NEVER = Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why="never played")
@@ -58,10 +59,8 @@ class _Episode:
 
 
 class EpisodeRunner:
-    """``play`` always returns members: scored, or unscored with the reason. It raises only what must end the run.
-
-    ``playing``: episodes given to ``play`` that are not over. ``evaluation``: answers played and asked for, during an evaluation.
-    """
+    """``play`` always returns members: scored, or unscored with the reason. It raises only what must end the run. ``playing``:
+    episodes given to ``play`` that are not over. ``evaluation``: answers played and asked for, during an evaluation."""
 
     def __init__(
         self,
@@ -92,11 +91,8 @@ class EpisodeRunner:
     async def play(
         self, asked: Sequence[RolloutRequest], step: int, begins: Begins = lambda request: None, bad_data: BadData | None = None
     ) -> list[Member]:
-        """Play and score episodes of one task for training step ``step``.
-
-        ``begins`` is called at each attempt, before any token of it is sampled; ``bad_data`` replaces ``on_bad_data``. The episodes
-        of one call are scored at once, or all of them together at the end (``reward.per: group``), without those not played.
-        """
+        """Play and score episodes of one task for step ``step``: each call's episodes at once, or all together at the end
+        (``reward.per: group``). ``begins`` is called before each attempt; ``bad_data`` replaces ``on_bad_data``."""
         parts = [asked] if self.config.reward.per == "group" else self._parts(asked)
         members = await asyncio.gather(*(self._play(part, step, begins, bad_data) for part in parts))
         return [member for part in members for member in part]
@@ -120,8 +116,6 @@ class EpisodeRunner:
         """The episodes of each call."""
         size = self.config.environment.episodes_at_once or len(episodes)
         return [episodes[begin : begin + size] for begin in range(0, len(episodes), size)]
-
-    # Attempts ------------------------------------------------------------------------------------------------------
 
     async def episodes(self, asked: Sequence[RolloutRequest]) -> list[Failure | Played]:
         """The results of episodes of one group, which are not scored."""
@@ -157,7 +151,7 @@ class EpisodeRunner:
         async with self.admission.room(len(episodes)):
             for episode in episodes:
                 begins(episode.request)
-            requests = [dataclasses.replace(episode.request, attempt=episode.attempt) for episode in episodes]
+            requests = [replace(episode.request, attempt=episode.attempt) for episode in episodes]
             answer = await self.calls.play(requests, episodes[0].avoid)
         for episode, result in zip(episodes, answer.results, strict=True):
             episode.attempt += 1
@@ -165,17 +159,15 @@ class EpisodeRunner:
                 shared = answer.lost and len(episodes) > 1
                 self._decide(episode, result, answer, shared, bad_data or self._bad_data)
             else:
-                self._refuted(episode)
+                for lease, former in episode.doubted:  # found bad the data of a task that another actor played
+                    if former.of_actor:  # the pool counts the misses of engines
+                        self.calls.environment_failed(episode.request, lease, former)
                 episode.played, episode.over = result, True
         return answer.lost
 
     def _decide(self, episode: _Episode, failure: Failure, answer: Attempted, shared: bool, report: BadData) -> None:
-        """Decide whether an episode is played again. Its attempts are limited by ``environment.attempts``.
-
-        An attempt is not charged when the actor was ended because of another episode, or may have been ended by another episode
-        of the same call (``shared``). The same bug on a second actor is not tried a third time. Data is bad when two actors report
-        it, on two nodes if there are; the report of one alone counts against that actor when another one plays the task.
-        """
+        """Decide whether an episode is played again. An attempt is not charged when another episode ended the actor, or may have
+        (``shared``). The same bug on a second actor is not tried a third time. Data is bad when ``_confirmed``."""
         before, episode.failure = episode.failure, failure
         if bad := failure.cause is Cause.BAD_DATA:
             episode.doubted.append((answer.environment if failure.of_actor else answer.engine, failure))
@@ -206,8 +198,57 @@ class EpisodeRunner:
         by = {(failure.of_actor, lease.slot) for lease, failure in doubted}
         return len(by) >= min(2, pools[doubted[-1][1].of_actor].size)
 
-    def _refuted(self, episode: _Episode) -> None:
-        """Another actor played a task whose data these found bad. The pool counts the misses of engines."""
-        for lease, failure in episode.doubted:
-            if failure.of_actor:
-                self.calls.environment_failed(episode.request, lease, failure)
+
+async def play(
+    asked: Sequence[Play], config: RunConfig, player: EpisodeRunner, step: int,
+    keep: Callable[[Item, dict[str, bytes]], None], report: Callable[[Member], None],
+) -> list[Item]:  # fmt: skip
+    """Play all held-out answers that are ``asked``, outside of the ledger; those of an arm to a task are a group.
+    ``keep`` gets each item at once, with its group's images by hash; ``report`` gets each member, which has the traceback."""
+    together: dict[tuple[str, str], list[int]] = {}
+    for index, one in enumerate(asked):
+        together.setdefault((one.arm, one.task.id), []).append(index)
+    gate = ConcurrencyLimit(AT_ONCE)
+    items: dict[int, Item] = {}
+
+    async def some(indices: Sequence[int]) -> None:
+        group = -1 - indices[0]
+        requests = [_request(config, asked[index], TrajectoryId(group, n)) for n, index in enumerate(indices)]
+        async with gate.room(len(indices)):
+            try:
+                members = await player.play(requests, step, bad_data=player.emit_bad_data)
+            finally:
+                player.history.forget(group)
+        for member in members:
+            report(member)
+        records, images = await player.rewards.describe(Group(group, asked[indices[0]].task, tuple(members)))
+        for number, (index, member) in enumerate(zip(indices, members, strict=True)):
+            items[index] = _item(asked[index], member, [one for one in records if one.sample == number])
+            keep(items[index], images)
+        player.evaluation = len(items), len(asked)
+
+    player.evaluation = 0, len(asked)
+    try:
+        await asyncio.gather(*map(some, together.values()))
+    finally:
+        player.evaluation = None
+    return [items[index] for index in range(len(asked))]
+
+
+def _request(config: RunConfig, asked: Play, id: TrajectoryId) -> RolloutRequest:
+    seed = derive(config.seed, "evaluation", asked.task.id, *([asked.sample] if asked.sample else []))
+    return RolloutRequest(asked.task, id, 0, seed, asked.sampling)
+
+
+def _item(asked: Play, member: Member, records: Sequence[RolloutRecord]) -> Item:
+    scored = member.outcome if isinstance(member.outcome, Scored) else None
+    return Item(
+        asked.arm, asked.task.id, asked.task.source, asked.sample,
+        reward=scored.value if scored else None,
+        components=scored.components if scored else {},
+        unscored=None if isinstance(member.outcome, Scored) else f"{member.outcome.kind}: {member.outcome.reason}",
+        text="\n".join(turn.text for record in records for turn in record.turns if turn.sampled),
+        truth=jsonable(asked.task.ground_truth),
+        images=tuple(image for record in records for image in record.images),
+        cut=member.summary.cut and member.summary.end_reason is not EndReason.OVER_LENGTH,
+    )  # fmt: skip

@@ -20,8 +20,7 @@ def now() -> float:
 
 
 class ReplacementBudget:
-    """The ``size`` slots of a role: those without an actor, those about to get one, and the budget of each. ``why``: the last loss,
-    or the last start that failed."""
+    """The ``size`` slots of a role, and the budget of each. ``why``: the last loss, or the last start that failed."""
 
     def __init__(self, role: str, size: int, settings: RecoverySettings) -> None:
         self.role, self.size, self.settings = role, size, settings

@@ -1,15 +1,12 @@
-"""Calls that play or score episodes: on which actor and engine, for how long, and the result of each episode.
-
-A call that fails as a whole becomes a ``Failure`` of each of its episodes. attempts.py decides what is done about it.
-"""
+"""Calls that play or score episodes: on which actor and engine, for how long, and the result of each episode. A call that fails as
+a whole becomes a ``Failure`` of each of its episodes. attempts.py decides what is done about it."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import ray
@@ -112,8 +109,7 @@ class RolloutCalls:
             self._services.rollout.release(self._engines.pop(_key(request)), str(request.id.group), served)
 
     def _record(self, requests: Sequence[RolloutRequest], lease: Lease[Any], heads: Sequence[Summary | Failure]) -> None:
-        """Failures first: an actor on which some of a group went well is not sick. Bad data counts against an actor only when
-        another one has played the task."""
+        """Failures first: an actor on which some of a group went well is not sick. ``EpisodeRunner`` counts bad data."""
         for request, one in zip(requests, heads, strict=True):
             if isinstance(one, Failure) and one.of_actor and one.cause is not Cause.BAD_DATA:
                 self.environment_failed(request, lease, one)
@@ -161,8 +157,7 @@ class RewardCalls:
         self._settings, self._services, self._emit = settings, services, emit
 
     async def score(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
-        """One outcome per payload. What an actor left unscored because something failed around it (a full disk) is scored once
-        more by another one; with ``reward.per: group`` all of the payloads are."""
+        """One outcome per payload. Another actor scores once more what failures around an actor left unscored."""
         slots: set[int] = set()
         try:
             outcomes = await self._ask(payloads, task, step, slots)
@@ -181,9 +176,7 @@ class RewardCalls:
 
     async def _ask(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int, slots: set[int]) -> list[Outcome]:
         """The outcomes of some reward actor, if possible not in ``slots``, to which its slot is added when something failed there.
-
-        The payloads travel with the call; when one is lost, the actor fetches them, to find out which. Raises WorkerLost.
-        """
+        The payloads travel with the call; when one is lost, the actor fetches them, to find out which. Raises WorkerLost."""
         calls = self._services.reward.within(2 * self._settings.timeout + 10, ATTEMPTS, _unable, slots)
         try:
             return await calls.call(RewardActor.score, task, step, *map(resolved, payloads))
@@ -195,7 +188,7 @@ class RewardCalls:
     async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
         members = [m for m in group.members if m.payload is not None]
-        bare = dataclasses.replace(group, members=tuple(dataclasses.replace(m, payload=None, reference=None) for m in members))
+        bare = replace(group, members=tuple(replace(m, payload=None, reference=None) for m in members))
         try:
             reward = self._services.reward.within(self._settings.timeout, ATTEMPTS)
             return await reward.call(RewardActor.describe, bare, *(resolved(m.payload) for m in members if m.payload))

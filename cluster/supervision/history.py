@@ -1,14 +1,11 @@
 """Which failures of episodes count against the task, which against the environment actor, and which against neither.
 
-- The task: it failed on two actors (on two nodes, if there are), while other episodes went well, or on actors where nothing else
-  fails. It is quarantined after ``TASK_FAILURES`` such groups in a row, or at once when ``environment.attempts`` episodes of one
-  group hung.
+- The task: it failed on two actors (or nodes) while other episodes went well, or on actors where nothing else fails. It is
+  quarantined after ``TASK_FAILURES`` such groups in a row, or when ``environment.attempts`` episodes of one group hung.
 - The actor: episodes of ``ACTOR_FAILURES`` different tasks failed on it in a row, while others went well. It is replaced.
 - Neither: nothing goes well, so the environment is broken. The generation budget ends the run and gives the reason.
 
-An actor is counted by its node when the pool is on several, since a node's actors share what it lacks; else by its slot, whose
-replacement usually is on the same node; in a pool of one by its process.
-"""
+An actor is counted by its node when the pool is on several, else by its slot; in a pool of one by its process."""
 
 from __future__ import annotations
 

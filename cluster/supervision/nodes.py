@@ -34,8 +34,7 @@ AVOIDED = 1200.0
 """Seconds that a node is avoided after the last of them."""
 
 Evict = Callable[[str, str], Sequence[int] | None]
-"""Takes all actors on a lost node out of service: its id, and why. Returns the serial numbers of a pool's workers; None of the
-policy, which records its own loss."""
+"""Takes all actors on a lost node (id, why) out of service. Returns the serial numbers of a pool's workers."""
 
 
 class Nodes:
@@ -81,8 +80,7 @@ class Nodes:
             await asyncio.sleep(PERIOD)
 
     async def lost(self, node: str) -> bool:
-        """Whether the node of a lost actor is gone. The cluster learns that some seconds later than the caller of the actor; until
-        then a new actor would be sent to that very node."""
+        """Whether the node of a lost actor is gone, which the cluster learns some seconds later than the actor's caller."""
         now = asyncio.get_running_loop().time
         until = now() + DOUBT
         while node in self._there and now() < until:
@@ -140,8 +138,6 @@ class Nodes:
             return False
         writer.close()
         return True
-
-    # Avoiding ------------------------------------------------------------------------------------------------------
 
     def failed(self, node: str) -> None:
         """An actor failed on this node, which lives."""

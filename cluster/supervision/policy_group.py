@@ -58,10 +58,7 @@ class PolicyGroup:
         self._why = "there are no ranks"
 
     async def start(self) -> None:
-        """Create the ranks and let them meet. If one is lost meanwhile, all are stopped, and the first call raises PolicyLost.
-
-        Raises WorkerStartFailed.
-        """
+        """Create the ranks and let them meet. If one is lost, the first call raises PolicyLost. Raises WorkerStartFailed."""
         try:
             await self._meet()
         except PolicyLost as error:
@@ -82,8 +79,7 @@ class PolicyGroup:
         await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
 
     async def afford(self, lost: PolicyLost) -> None:
-        """Wait until half of ``recovery.replacements`` allows to replace the ranks. Raises ``lost`` when that takes longer than
-        ``recovery.start_timeout``."""
+        """Wait until half of ``recovery.replacements`` allows to replace the ranks. Raises ``lost`` when that takes too long."""
         now = asyncio.get_running_loop().time
         if (wait := self._budget.wait(now())) > self.recovery.start_timeout:
             raise lost
@@ -136,8 +132,7 @@ class PolicyGroup:
         return await self._answers(method.__name__, [submit(rank, method, *args, **kwargs) for rank in self.ranks])
 
     async def _answers(self, method: str, refs: Sequence[Ref[R]], deadline: float | None = None) -> list[R]:
-        """One answer per rank, within ``policy.step_timeout``, or ``deadline`` while they start. Raises PolicyLost, also when there
-        are no ranks, and the first failure, since the other ranks then wait for that one."""
+        """One answer per rank, within ``policy.step_timeout`` or ``deadline``. Raises PolicyLost, and the first failure."""
         if not refs:
             raise PolicyLost(self._why)
         within = deadline or self.settings.step_timeout
@@ -168,8 +163,7 @@ class PolicyGroup:
     async def fetch(
         self, groups: Sequence[Group], *, seed: int, version: Version, treat_as_on_policy: bool, nominal: int
     ) -> set[TrajectoryId]:
-        """Let each rank fetch its share (``assignments``) of a training step, before any begins one. Returns the lost trajectories;
-        if there are any, the step must be fetched again without them."""
+        """Let each rank fetch its share (``assignments``) of a step. Returns lost trajectories, to fetch again without them."""
         plan = assignments(
             groups, len(self.ranks), self.settings.update, seed, version, nominal, treat_as_on_policy=treat_as_on_policy
         )

@@ -1,8 +1,5 @@
-"""A pool: the interchangeable workers of one role. It leases them, notices that one is gone, and replaces it.
-
-A worker has a serial number that is never used twice, so a late report about one that was replaced has no effect. Ray's
-``max_restarts`` would only rerun ``__init__``; a replacement here serves only after ``admit`` (of engines: loading the weights).
-"""
+"""A pool leases the interchangeable workers of one role, and replaces one that is gone. Serial numbers are never used twice, so a
+late report about a former worker has no effect. Ray's ``max_restarts`` would only rerun ``__init__``, without ``admit``."""
 
 from __future__ import annotations
 
@@ -46,8 +43,7 @@ ATTEMPTS = 3
 
 @dataclass
 class Worker(Generic[A]):
-    """An actor in service. ``misses``: failures of its slot since the last success; ``leased``: the number of its last lease;
-    ``node``: Ray's id of its node."""
+    """An actor in service. ``misses``: its slot's failures since a success; ``leased``: the number of its last lease."""
 
     serial: int
     slot: int
@@ -61,10 +57,7 @@ class Worker(Generic[A]):
 
 class Pool(Generic[A]):
     """Workers of one role, actors of class ``A``. ``ended``: serial numbers of those retired, whose other calls are not to blame.
-
-    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service. A slot is replaced at most
-    ``recovery.replacements`` times an hour. Raises RolesExhausted when none serves for ``recovery.start_timeout``.
-    """
+    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service. Raises RolesExhausted by ``ReplacementBudget``."""
 
     def __init__(
         self,
@@ -138,13 +131,8 @@ class Pool(Generic[A]):
         self._changed.set()
 
     async def lease(self, affinity: str = "", avoid: Collection[int] = (), count: int = 1) -> Lease[A]:
-        """The worker that already serves this affinity, or the least loaded one; if possible not on the nodes of the slots to
-        ``avoid``, or at least not in these slots.
-
-        ``count``: the episodes of the call. A failure weighs as much as a lease until the worker succeeds, so that one that fails
-        fast does not attract work; of equals the least recently leased. Waits for a replacement while one is pending. Raises
-        RolesExhausted, and WorkerLost when none is pending.
-        """
+        """The worker that already serves this affinity, or the least loaded one (a failure weighs as much as a lease), if possible
+        on no node of the slots to ``avoid``. Waits for a replacement; raises RolesExhausted, or WorkerLost when none comes."""
         while not self.workers:
             if self._failure is not None:
                 raise self._failure
@@ -190,8 +178,7 @@ class Pool(Generic[A]):
                 del worker.affinities[affinity]
 
     def lost(self, serial: int, why: object) -> None:
-        """Replace a worker that died, hung or is sick in the background, at the cost of one of ``recovery.replacements``. Does
-        nothing for one already replaced."""
+        """Replace a lost or sick worker in the background, at the cost of one of ``recovery.replacements``. Idempotent."""
         self._end(serial, why, charged=True)
 
     def retire(self, serial: int, why: object, charged: bool = False) -> None:
@@ -267,12 +254,8 @@ class Pool(Generic[A]):
     def within(
         self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None, avoid: set[int] | None = None
     ) -> Calls[A]:
-        """The options of a call: ``pool.within(deadline, attempts).call(RewardActor.score, ...)``.
-
-        ``deadline``: seconds for one attempt. ``attempts``: how many workers may be lost with the call. ``unable``: whether an
-        answer shows that something around the worker failed, which is a miss. ``avoid``: slots that are avoided; those that were
-        lost or unable are added.
-        """
+        """The options of a call: ``attempts`` of ``deadline`` seconds each, on workers of slots not in ``avoid``, to which those
+        that were lost or unable are added. ``unable``: whether an answer shows that something around the worker failed."""
         return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid)
 
     async def check(self) -> list[Any]:
@@ -299,7 +282,10 @@ class Pool(Generic[A]):
                 return []
 
         ends = await asyncio.gather(*(one(*each) for each in asked), return_exceptions=True)
-        return [answer for end in ends for answer in _unless_raised(end)]
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return [answer for end in ends if not isinstance(end, BaseException) for answer in end]
 
     def stop(self) -> None:
         """End all workers and replacements under way."""
@@ -308,12 +294,6 @@ class Pool(Generic[A]):
         for worker in self.workers.values():
             ray.kill(worker.handle)
         self.workers.clear()
-
-
-def _unless_raised(end: R | BaseException) -> R:
-    if isinstance(end, BaseException):
-        raise end
-    return end
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,10 +307,7 @@ class Calls(Generic[A]):
     avoid: set[int]
 
     async def call(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of some worker, again elsewhere when the worker is lost: only for calls that may run twice.
-
-        Raises what the method raised, or WorkerLost when the attempts are spent.
-        """
+        """Call a method of some worker, up to ``attempts`` times. Raises its error, or WorkerLost after the last attempt."""
 
         def begin(handle: Handle[A]) -> tuple[Ref[R]]:
             return (submit(handle, method, *args, **kwargs),)
@@ -355,8 +332,7 @@ class Calls(Generic[A]):
     async def everywhere(
         self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        """Call a method of every worker in service; a lost one is replaced. Returns the answers of the others, or raises the first
-        failure, when all have ended."""
+        """Call a method of every worker in service. Returns the answers of those not lost, or raises the first failure."""
         asked = [(worker, submit(worker.handle, method, *args, **kwargs)) for worker in self.pool.workers.values()]
         return await self.pool.answers(method.__name__, asked, self.deadline)
 

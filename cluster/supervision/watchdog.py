@@ -1,8 +1,5 @@
 """Watching what hangs: the stall watchdog and silent actors (in the driver), and the cluster's head (in the ``train`` process).
-
-Without its head a run goes on for a while; then Ray ends the process without a message. A head that was started again knows nothing
-of the run.
-"""
+Without its head, Ray ends the process after a while. A head that was started again knows nothing of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ray.exceptions import AuthenticationError
@@ -38,16 +35,12 @@ SHOWN = 8
 LATE, ROUND = 4.0, 4.0
 """Seconds that a call is awaited before its actor is checked, and between two rounds of checks."""
 SILENCE, NOTED, PERIOD = 50.0, 10.0, 2.0
-"""Seconds without an answer after which the head is given up (Ray ends this process after 60,
-``RAY_gcs_rpc_server_reconnect_timeout_s``), and after which that is shown; seconds between two checks."""
+"""Seconds of silence after which the head is given up (Ray itself waits 60) and that is shown; seconds between two checks."""
 
 
 async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path) -> None:
-    """Report a stall (nothing that the driver waits for ends) after ``stall_report`` seconds, again after twice as long, and so on.
-
-    The stacks of the awaited actors and of the driver go to ``folder``/stall-<n>.txt (or are printed when the disk is full).
-    Raises Stalled at ``stall_timeout``.
-    """
+    """Report a stall (nothing that the driver waits for ends) after ``stall_report`` seconds, after twice as long, and so on, with
+    the stacks in ``folder``/stall-<n>.txt (or printed when the disk is full). Raises Stalled at ``stall_timeout``."""
     WAITS.moved, due = time.monotonic(), settings.stall_report
     for number in itertools.count(1):
         while (quiet := time.monotonic() - WAITS.moved) < min(due, settings.stall_timeout):
@@ -55,7 +48,7 @@ async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit
                 due = settings.stall_report
             await asyncio.sleep(LOOK)
         waiting = WAITS.oldest()[:SHOWN]
-        named = "; ".join(_worded(wait) for wait in waiting) or "nothing that is known"
+        named = "; ".join(f"{wait.what} for {time.monotonic() - wait.since:.0f} s" for wait in waiting) or "nothing that is known"
         if quiet >= settings.stall_timeout:
             raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
         file = folder / f"stall-{number}.txt"
@@ -65,10 +58,8 @@ async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit
 
 
 async def watch_liveness(emit: Emit) -> None:
-    """Emit ``Silent`` once for each awaited actor that answers nothing, and again only after it answered.
-
-    An actor answers while it computes (``GROUPS`` of actors/base.py). An actor that is still starting is not asked.
-    """
+    """Emit ``Silent`` once for each awaited actor that answers nothing, and again only after it answered. An actor answers while it
+    computes (``GROUPS`` of actors/base.py). An actor that is still starting is not asked."""
     reported: set[Handle[Actor]] = set()
     while True:
         await asyncio.sleep(ROUND)
@@ -85,13 +76,12 @@ async def watch_liveness(emit: Emit) -> None:
 
 async def _answers(actor: Handle[Actor]) -> bool:
     """False when there is no answer in ``ANSWER`` seconds. An error counts as one: the call that is awaited raises it, too."""
-    try:
-        async with asyncio.timeout(ANSWER):
-            await submit(actor, Actor.host)
-    except TimeoutError:
-        return False
-    except Exception:
-        return True
+    with suppress(Exception):
+        try:
+            async with asyncio.timeout(ANSWER):
+                await submit(actor, Actor.host)
+        except TimeoutError:
+            return False
     return True
 
 
@@ -109,10 +99,6 @@ def _written(file: Path, stacks: str) -> str:
         logger.warning("%s cannot be written (%s):\n%s", file, error, stacks)
         return ""
     return f"{file.parent.name}/{file.name}"
-
-
-def _worded(wait: Awaited) -> str:
-    return f"{wait.what} for {time.monotonic() - wait.since:.0f} s"
 
 
 async def _stacks(waiting: list[Awaited]) -> str:

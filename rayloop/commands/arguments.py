@@ -35,8 +35,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def cluster(arguments: argparse.Namespace) -> Iterator[tuple[str | None, str | None]]:
-    """The address to join, or the temporary folder of a private cluster; in both cases Ray's variables are set. A configuration
-    must be read inside: a component's module may import ray, which reads them then."""
+    """The address to join, or a private cluster's folder. Read a configuration inside: a component may import ray."""
     address = arguments.address or os.environ.get("RAY_ADDRESS")
     if address:
         with joined_cluster(address, arguments.token_file, arguments.insecure):

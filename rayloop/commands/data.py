@@ -41,13 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     making.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help names them")
     making.set_defaults(run=_prepare)
     checking = actions.add_parser("validate", help="name the rows that a run could not use")
-    checking.add_argument(
-        "file", type=Path, metavar="FILE", help="YAML file of a run (its data, read as the run would), JSONL or parquet"
-    )
+    file = "YAML file of a run (its data, read as the run would), JSONL or parquet"
+    checking.add_argument("file", type=Path, metavar="FILE", help=file)
     add_overrides(checking, "with a run: values to change")
-    checking.add_argument(
-        "--reader", metavar="MODULE:CLASS", default="rayloop.data.dataset:ChatRows", help="with a data file (default: %(default)s)"
-    )
+    reader = "rayloop.data.dataset:ChatRows"
+    checking.add_argument("--reader", metavar="MODULE:CLASS", default=reader, help=f"with a data file (default: {reader})")
     checking.set_defaults(run=_validate)
 
 
@@ -72,8 +70,7 @@ def _made(name: str, options: list[str]) -> int:
 
 
 def validate_run(config: RunConfig) -> int:
-    """Check a run's rows with its own reader, and that no row is both trained on and held out. Returns 0 or 1; raises as
-    ``check``."""
+    """Check a run's rows with its reader, and that none is both trained on and held out. Returns 0 or 1; raises as ``check``."""
     files = [Path(path) for path in (config.data.train, config.data.eval) if path is not None]
     length, limit = _length(config), config.environment.episode.max_prompt_tokens
     found = [check(path, config.data.reader, config.environment.kinds, length, limit) for path in files]

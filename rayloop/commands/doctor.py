@@ -15,9 +15,8 @@ from rayloop.run.config import read
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
-    parser.add_argument(
-        "config", type=Path, nargs="?", metavar="CONFIG", help="YAML file of a run, for its disk, memory, GPUs and files"
-    )
+    config = "YAML file of a run, for its disk, memory, GPUs and files"
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=config)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="values to change in CONFIG")
     parser.add_argument("--address", help="Ray cluster or dashboard to look at (default: RAY_ADDRESS)")
     parser.add_argument("--token-file", type=Path, help="the cluster's token (default: RAY_AUTH_TOKEN_PATH)")

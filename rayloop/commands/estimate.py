@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rayloop.commands.arguments import add_run
 from rayloop.core.failures import ConfigError
-from rayloop.estimate.memory import Lengths, Role, memory, with_micro_batch
+from rayloop.estimate.memory import Lengths, RoleMemory, memory, with_micro_batch
 from rayloop.estimate.run import as_json, has_steps, lines, measured, plan
 from rayloop.estimate.shape import read_shape
-from rayloop.run.config import RunConfig, read
+from rayloop.run.config import read
 
 FACTOR = 28
 """Pixels of a side of an image token, in Qwen2.5-VL."""
@@ -20,9 +20,8 @@ FACTOR = 28
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``estimate``."""
     add_run(parser, "steps=1000")
-    parser.add_argument(
-        "--from", dest="run_folder", type=Path, metavar="RUN", help="a run whose steps are measured (default: its own, if there)"
-    )
+    source = "a run whose steps are measured (default: its own, if there)"
+    parser.add_argument("--from", dest="run_folder", type=Path, metavar="RUN", help=source)
     parser.add_argument("--step-seconds", type=float, metavar="S", help="take this as the time of a step")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(run=run)
@@ -37,8 +36,11 @@ def run(arguments: argparse.Namespace) -> int:
     if found and not arguments.json:
         print(f"measured: {found.steps} steps of {folder}")
     made = plan(config, found, arguments.step_seconds)
+    shown = min(config.environment.episode.max_images, config.environment.episode.max_turns)  # images, at their largest
     try:
-        lengths = Lengths(round(made.prompt), round(made.response), min(_image_tokens(config), round(made.prompt)))
+        lengths = Lengths(
+            round(made.prompt), round(made.response), min(shown * config.model.max_pixels // FACTOR**2, round(made.prompt))
+        )
         shape = read_shape(config.model.path, config.model.revision)
         roles = memory(with_micro_batch(config), shape, lengths)
         why = ""
@@ -58,20 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _image_tokens(config: RunConfig) -> int:
-    """Tokens of an episode's images, at their largest: one, or as many as its turns show."""
-    shown = min(config.environment.episode.max_images, config.environment.episode.max_turns)
-    return shown * config.model.max_pixels // FACTOR**2
-
-
-def _verdict(role: Role) -> str:
+def _verdict(role: RoleMemory) -> str:
     if not role.gpus:
         return ""
     fewer = ", which then decodes fewer sequences together" if role.spare else ""
     return f"; fits a card of {role.card} GB{fewer}" if role.card else "; FITS NO CARD: use more ranks or num_gpus"
 
 
-def _table(roles: list[Role]) -> list[str]:
+def _table(roles: list[RoleMemory]) -> list[str]:
     lines = ["memory of a process (GB; where it has GPUs, all but `process` and `published` is there):"]
     for role in roles:
         parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in role.parts.items() if size)

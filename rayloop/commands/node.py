@@ -23,15 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         node.add_argument("--resource", action="append", default=[], metavar="NAME=N", help="a custom resource to offer")
         node.add_argument("--object-store-memory", type=int, metavar="BYTES", help="default: Ray's, 30 %% of the memory")
         node.add_argument("--ports", default="20000-29999", metavar="LOW-HIGH", help="range to take ports from (20000-29999)")
-        node.add_argument(
-            "--interface", default=os.environ.get("RAYLOOP_INTERFACE") or None, metavar="NAME",
-            help="network to listen on, such as ib0 (default: RAYLOOP_INTERFACE, else the address that Slurm or the route names)",
-        )  # fmt: skip
+        interface = "network to listen on, such as ib0 (default: RAYLOOP_INTERFACE, else the address that Slurm or the route names)"
+        node.add_argument("--interface", default=os.environ.get("RAYLOOP_INTERFACE") or None, metavar="NAME", help=interface)
         node.add_argument("--temp-dir", type=Path, metavar="DIR", help="parent of Ray's temporary folder (default: TMPDIR, /tmp)")
-        node.add_argument(
-            "--grace", type=float, default=150.0, metavar="SECONDS",
-            help="for the program, near a job's limit also for those of other nodes, to save (150)",
-        )  # fmt: skip
+        grace = "for the program, near a job's limit also for those of other nodes, to save (150)"
+        node.add_argument("--grace", type=float, default=150.0, metavar="SECONDS", help=grace)
         requeue = "restarts near the time limit or after a failure of the machines: of the Slurm job, else of the node (0)"
         node.add_argument("--requeue", type=int, default=0, metavar="N", help=requeue)
         node.set_defaults(role=run, program=[])
@@ -39,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             node.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")
         else:
             node.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="for a head to be published (600)")
-            node.add_argument(
-                "program", nargs="*", help="after --: runs beside the node with RAY_ADDRESS set; the node ends with it"
-            )
+            program = "after --: runs beside the node with RAY_ADDRESS set; the node ends with it"
+            node.add_argument("program", nargs="*", help=program)
     parser.set_defaults(run=run_node)

@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         action = actions.add_parser(name, help=help)
         action.add_argument("--site", type=Path, default=SITE, help="YAML file of the site (default: deploy/slurm/site.yaml)")
-        action.add_argument(
-            "--set", action="append", default=[], metavar="key=value", help="of the site, for example worker.count=4"
-        )
+        action.add_argument("--set", action="append", default=[], metavar="key=value", help="of the site, such as worker.count=4")
         if run in (_render, _up):
             action.add_argument("config", nargs="?", type=Path, help="YAML file of a run to train on the cluster")
             action.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="overrides of the run")

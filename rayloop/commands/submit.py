@@ -122,10 +122,7 @@ def _is_data(file: Path) -> bool:
 
 
 def follow(client: JobSubmissionClient, job: str) -> int:
-    """Show the job's log until it ends. Returns its exit code; 1 when it ended without one (stopped, or its node died).
-
-    Raises SubmissionFailed when the head was silent for PATIENCE seconds: the job may go on.
-    """
+    """Show the job's log until it ends. Returns its exit code, or 1. Raises SubmissionFailed when the head is silent."""
     shown, reached = 0, time.monotonic()
     while True:
         try:

@@ -39,7 +39,7 @@ CONTEXT = 1.0
 
 
 @dataclass(frozen=True)
-class Role:
+class RoleMemory:
     """Bytes of one of ``count`` processes by what they are for; ``gpus``: of its own, where ``parts`` lie."""
 
     name: str
@@ -76,22 +76,22 @@ class Lengths:
         return self.prompt + self.response
 
 
-def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[Role]:
+def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory]:
     """One entry for each role, for trajectories of these lengths. On GPUs the parts but ``HOST`` lie there.
 
     Leave a fifth free for fragmentation, communication and compiled graphs, which are not counted.
     """
     policy, rollout, environment, reward = config.policy, config.rollout, config.environment, config.reward
     roles = [
-        Role("driver", 1, 0, {"process": LIGHT}),
-        Role("policy", policy.ranks, policy.placement.num_gpus, _rank(config, shape, lengths)),
-        Role("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.whole)),
-        Role("environment", environment.actors, environment.placement.num_gpus, {"process": LIGHT}),
-        Role("reward", reward.actors, reward.placement.num_gpus, {"process": LIGHT}),
+        RoleMemory("driver", 1, 0, {"process": LIGHT}),
+        RoleMemory("policy", policy.ranks, policy.placement.num_gpus, _rank(config, shape, lengths)),
+        RoleMemory("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.whole)),
+        RoleMemory("environment", environment.actors, environment.placement.num_gpus, {"process": LIGHT}),
+        RoleMemory("reward", reward.actors, reward.placement.num_gpus, {"process": LIGHT}),
     ]
     if config.reference_kind == "actor":
         parts = {"process": HEAVY, "weights": shape.parameters * BYTES[policy.engine.dtype]}
-        roles.append(Role("reference", config.reference.actors, config.reference.placement.num_gpus, parts))
+        roles.append(RoleMemory("reference", config.reference.actors, config.reference.placement.num_gpus, parts))
     return roles
 
 

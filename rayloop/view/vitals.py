@@ -21,7 +21,7 @@ NEWEST = 5
 """Incidents that are kept to be shown."""
 
 
-class Role:
+class RoleVitals:
     """Actors of one role: how many there should be, how many are out of service, and when one was lost."""
 
     def __init__(self, wanted: int) -> None:
@@ -54,8 +54,8 @@ class Vitals:
         self.checkpoint_time: float | None = None
         self.progress: float | None = None
         self.up = False
-        self.roles: dict[str, Role] = {}
-        self.driver = Role(1)
+        self.roles: dict[str, RoleVitals] = {}
+        self.driver = RoleVitals(1)
         self.end: Record | None = None
         self.incidents: deque[Record] = deque(maxlen=NEWEST)
         self._read = 0
@@ -75,7 +75,7 @@ class Vitals:
             self.incidents.append(record)
         match kind:
             case "start":
-                self.end, self.roles, self.driver = None, {}, Role(1)
+                self.end, self.roles, self.driver = None, {}, RoleVitals(1)
             case "starting":
                 self._starting(record["actors"])
             case "started":
@@ -106,12 +106,12 @@ class Vitals:
             case _ if kind in ENDS:
                 self.end, self.up = record, False
 
-    def _role(self, name: str) -> Role:
-        return self.roles.setdefault(name, Role(0))
+    def _role(self, name: str) -> RoleVitals:
+        return self.roles.setdefault(name, RoleVitals(0))
 
     def _starting(self, actors: Mapping[str, int]) -> None:
         """A new driver has its budgets anew; what was lost since the start stays counted."""
-        former, self.roles, self.up = self.roles, {role: Role(wanted) for role, wanted in actors.items()}, False
+        former, self.roles, self.up = self.roles, {role: RoleVitals(wanted) for role, wanted in actors.items()}, False
         for name, role in self.roles.items():
             role.lost = former[name].lost if name in former else 0
 

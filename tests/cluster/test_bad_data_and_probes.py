@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rayloop.cluster.loop.evaluation import play
 from rayloop.cluster.loop.weight_sync import WeightSync
+from rayloop.cluster.supervision.attempts import play
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.groups import Group

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.support.publishing import Stage
+from tests.support.weight_sync import Stage
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -110,7 +110,7 @@ def test_the_first_answer_without_a_score_is_named_and_its_traceback_kept(tmp_pa
     for number in (1, 2):
         version, trace = Version(0, 0), f"Traceback\nKeyError: {number}"
         summary = Summary(TrajectoryId(-number, 0), 0, f"t{number}", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version)
-        evaluator._hear(Member(summary, Unscored(UnscoredKind.GRADER_ERROR, f"KeyError: {number}", trace)))
+        evaluator._report(Member(summary, Unscored(UnscoredKind.GRADER_ERROR, f"KeyError: {number}", trace)))
         evaluator._keep(Item(RIGHT, f"t{number}", "", 0, unscored=f"grader_error: KeyError: {number}"), {})
     assert evaluator.why == "t1: grader_error: KeyError: 1"
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]

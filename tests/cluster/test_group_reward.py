@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 from rayloop.cli import main
-from rayloop.cluster.loop.evaluation import AT_ONCE, play
 from rayloop.cluster.stages.evaluate import _missing
+from rayloop.cluster.supervision.attempts import AT_ONCE, play
 from rayloop.core.groups import Group, Member, Scored, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, RolloutRequest, Sampling, Summary, Task, TrajectoryId, Version
 from rayloop.measure.controls import RIGHT, SAMPLED, Item

@@ -10,7 +10,7 @@ import pytest
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource
-from rayloop.data import prompt_images
+from rayloop.data import images as prompt_images
 from rayloop.data.images import NAME, ImageGeometry, PromptImages, image_ref, probe, tinted
 from tests.support.pictures import picture
 

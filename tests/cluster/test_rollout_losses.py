@@ -13,7 +13,7 @@ from rayloop.core.failures import AlarmStopped, GenerationBudgetSpent
 from rayloop.core.groups import Group, Scored, Unscored
 from rayloop.core.types import RolloutRequest, TrajectoryId, Version
 from rayloop.rollout.finished import without
-from tests.cluster.test_production import Loop, Play, crashes, differs, issues, spread
+from tests.cluster.test_rollout_manager import Loop, Play, crashes, differs, issues, spread
 from tests.support.runs import ledger_closes
 
 

@@ -1,0 +1,214 @@
+"""``status``, ``logs``, ``stacks`` and ``stop``: commands that need a run's folder and nothing else. ``stop`` sends SIGTERM to a
+process on this machine, and asks the driver of another machine's through the run's Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rayloop.commands.arguments import live_cluster
+from rayloop.core.failures import ConfigError
+from rayloop.run.folder import RunFolder
+from rayloop.run.lock import Holder
+from rayloop.view.reader import ENDS, configuration, open_run
+from rayloop.view.vitals import Vitals
+from rayloop.view.words import describe, span, visible
+
+POLL = 0.5
+KEYS = ("in_service", "wanted", "lost", "budget_left")
+COLUMNS = ("role", "in service", "wanted", "lost", "may be lost this hour")
+ROW = "{:<13}{:<12}{:<8}{:<6}{}"
+
+
+def add_status(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``status``."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object, for programs")
+    parser.set_defaults(run=_status)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    """Print the status. Returns 0; raises ConfigError when the folder holds no run."""
+    folder = open_run(arguments.run_folder)
+    found = status(folder, time.time())
+    print(json.dumps(found) if arguments.json else visible(text(found)))
+    return 0
+
+
+def status(folder: RunFolder, now: float) -> dict[str, Any]:
+    """What is known of the run at ``now`` (Unix seconds), as plain values; durations are in seconds."""
+    settings = configuration(folder)
+    vitals = Vitals(folder, settings)
+    vitals.update()
+    holder = folder.lock.holder()
+    metrics = {key.removeprefix("recovery/"): value for key, value in vitals.metrics(now).items()}
+    roles = {name: {key: int(metrics[f"{key}/{name}"]) for key in KEYS} for name in vitals.roles}
+    return {
+        "run": str(folder.path),
+        "process": None if holder is None else str(holder),
+        "end": vitals.end,
+        "step": vitals.step,
+        "steps": settings.get("steps"),
+        "checkpoint_step": None if vitals.checkpoint_time is None else vitals.checkpoint_step,
+        **{key: metrics.get(key) for key in ("checkpoint_age", "progress_age", "lock_age")},
+        "driver_restarts_left": int(metrics["budget_left/driver"]),
+        "roles": roles if holder else {name: {**role, "in_service": 0} for name, role in roles.items()},
+        "incidents": [{**record, "ago": now - record["time"]} for record in vitals.incidents],
+    }
+
+
+def text(found: dict[str, Any]) -> str:
+    """The status for a person."""
+    lines = [
+        f"{found['run']}: {_state(found)}",
+        f"step {found['step']} of {found['steps']}{_ago(found, 'progress_age', 'last progress')}",
+    ]
+    if found["checkpoint_step"] is None:
+        lines.append("no checkpoint yet: what is trained is lost when the run ends now")
+    else:
+        lines.append(f"checkpoint of step {found['checkpoint_step']}{_ago(found, 'checkpoint_age', 'saved')}")
+    if found["roles"]:
+        rows = [COLUMNS, *((name, *(role[key] for key in KEYS)) for name, role in found["roles"].items())]
+        lines += ["", *(ROW.format(*row) for row in rows)]
+        lines.append(f"the driver may be restarted {found['driver_restarts_left']} times more in this hour")
+    if found["incidents"]:
+        lines += ["", "last incidents", *(f"{span(i['ago'])} ago: {_brief(i)}" for i in found["incidents"])]
+    return "\n".join(lines)
+
+
+def _state(found: dict[str, Any]) -> str:
+    if found["process"] is not None:
+        return f"{found['process']} runs it{_ago(found, 'lock_age', 'last sign of life')}"
+    if found["end"] is None:
+        return "nobody runs it, and it recorded no end: its process was killed, or its host. Start it again: it continues"
+    why = found["end"].get("why")
+    return f"ended: {found['end']['event']}{f', {why}' if why else ''}"
+
+
+def _ago(found: dict[str, Any], key: str, what: str) -> str:
+    return "" if found[key] is None else f", {what} {span(max(0.0, found[key]))} ago"  # clocks of two machines may differ
+
+
+def _brief(record: dict[str, Any]) -> str:
+    event = {key: value for key, value in record.items() if key not in ("ago", "traceback", "schema_version", "time")}
+    return describe(event).partition("\n")[0][:200]
+
+
+def add_logs(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``logs``."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
+    parser.add_argument("--role", help="only these actors: driver, rollout, environment, reward, reference or policy")
+    parser.add_argument("--lines", type=int, default=40, metavar="N", help="last lines of each file (40)")
+    parser.set_defaults(run=_logs)
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    """Print the last lines of each actor. Returns 0; raises ConfigError."""
+    if arguments.lines < 1:
+        raise ConfigError(f"--lines {arguments.lines}: expected 1 or more")
+    folder = RunFolder.at(arguments.run_folder.resolve())
+    if not folder.cluster.exists():
+        for name, text in _kept(folder, arguments.role, arguments.lines):
+            print(f"=== {name} ===\n{visible(text)}", flush=True)
+        return 0
+    with live_cluster(folder) as place:
+        from rayloop.cluster.stages.live import logs  # imports ray
+
+        for actor, text in logs(place, arguments.role, arguments.lines):
+            print(f"=== {actor} ===\n{visible(text)}", flush=True)
+    return 0
+
+
+def _kept(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str, str]]:
+    """Files of a run that has ended. Raises ConfigError when there are none, or for a role, which their names do not have."""
+    files = sorted(path for path in folder.logs.glob("**/*") if path.is_file())
+    if role is not None or not files:
+        why = "the names of its files have no roles: leave out --role" if files else "its folder keeps no logs"
+        raise ConfigError(f"{folder.path} is no live run, and {why}")
+    for path in files:
+        text = path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)[-lines:]
+        yield str(path.relative_to(folder.path)), "".join(text)
+
+
+def add_stacks(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``stacks``."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the live run, <output>/<name>")
+    parser.add_argument("--role", help="only these actors: driver, rollout, environment, reward, reference or policy")
+    parser.set_defaults(run=_stacks)
+
+
+def _stacks(arguments: argparse.Namespace) -> int:
+    """Print the stacks of each actor. Returns 0; raises ConfigError."""
+    with live_cluster(RunFolder.at(arguments.run_folder.resolve())) as place:
+        from rayloop.cluster.stages.live import stacks  # imports ray
+
+        for actor, text in stacks(place, arguments.role):
+            print(f"=== {actor} ===\n{visible(text)}\n", flush=True)
+    return 0
+
+
+def add_stop(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``stop``."""
+    parser.add_argument("run_folders", type=Path, nargs="+", metavar="RUN_DIR", help="folders of live runs, <output>/<name>")
+    within = "how long to wait for the end (180): above the run's preemption.grace"
+    parser.add_argument("--within", type=float, default=180.0, metavar="SECONDS", help=within)
+    here = "leave alone what is no run of a process on this machine: for a machine that is about to be taken away"
+    parser.add_argument("--here", action="store_true", help=here)
+    parser.set_defaults(run=_stop)
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    """0 when all of the runs have ended as asked (saved, or finished), else 1."""
+    deadline = time.monotonic() + arguments.within
+    asked = []
+    for path in arguments.run_folders:
+        folder = RunFolder.at(path.resolve())
+        holder = folder.lock.holder()
+        if arguments.here and (holder is None or holder.host != socket.gethostname()):
+            continue
+        if holder is None:
+            raise ConfigError(f"{path}: no process runs it. `python -m rayloop status {path}` says how it ended")
+        asked.append((folder, holder, time.time() - 1.0))  # records have rounded times
+        _ask(folder, holder)
+        print(f"{path}: asked {holder} to save and end; waiting for up to {span(arguments.within)}", flush=True)
+    return max([_waited(folder, holder, since, deadline) for folder, holder, since in asked], default=0)
+
+
+def _ask(folder: RunFolder, holder: Holder) -> None:
+    if holder.host != socket.gethostname():
+        with live_cluster(folder) as place:
+            from rayloop.cluster.stages.live import stop_driver  # imports ray
+
+            return stop_driver(place)
+    try:
+        os.kill(holder.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        return  # it ended in this moment
+    except PermissionError:
+        raise ConfigError(f"{holder} belongs to another user, who alone can stop it") from None
+
+
+def _waited(folder: RunFolder, holder: Holder, since: float, deadline: float) -> int:
+    while folder.lock.holder() == holder:
+        if time.monotonic() > deadline:
+            print(
+                f"rayloop: {folder.path}: {holder} has not ended in time. `python -m rayloop stacks {folder.path}` shows what it "
+                "does; a second `stop` ends it without saving",
+                file=sys.stderr,
+            )
+            return 1
+        time.sleep(POLL)
+    ends = [record for record in folder.events if record["event"] in ENDS and record["time"] >= since]
+    if not ends:
+        print(f"rayloop: {folder.path}: it recorded no end; what is saved is in its checkpoints", file=sys.stderr)
+        return 1
+    print(visible(f"{folder.path}: {describe(ends[-1])}"))
+    return int(ends[-1]["event"] == "failed")
