@@ -78,9 +78,7 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 class ToolCalls:
-    """The task's messages, then calls of tools until a turn calls none: that turn is the answer.
-
-    Own tools are classes under ``tools``; a subclass can override ``tools_for``."""
+    """The task's messages, then calls of tools until a turn calls none: that turn is the answer."""
 
     class Settings(SettingsModel):
         """Which tools there are, and how they are described and shown."""

@@ -1,6 +1,5 @@
-"""Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``.
-
-Uses ``reset``, ``step`` and ``close`` of OpenEnv 0.10; a connection is a session. The result comes from the rewards."""
+"""Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``. Uses
+``reset``, ``step`` and ``close`` of OpenEnv 0.10; a connection is a session. The result comes from the rewards."""
 
 from __future__ import annotations
 
@@ -50,9 +49,7 @@ class OpenEnvSettings(SettingsModel):
 
 
 class OpenEnv(RewardedSteps):
-    """One session; the row's columns ``seed`` and ``episode_id`` are given to ``reset``.
-
-    A server's error is the environment's failure, except for an action that it does not accept."""
+    """One session; the row's columns ``seed`` and ``episode_id`` are given to ``reset``."""
 
     Settings = OpenEnvSettings
 
