@@ -54,7 +54,9 @@ class Renderer:
         self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
         self._images = PromptImages(g, model.position_tint, max_image_pixels) if (g := self._geometry) else None
         self._encoded: Cache[str, TokenIds] = Cache(KEPT, len)
-        self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *self._unwritable(config)}))
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
+        unwritable = range(self._tokenizer.get_vocab_size(), size)  # ids that pad the embedding: they decode to nothing
+        self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *unwritable}))
         self._history, self._closing = self._pieces(folder)
         self.end_tokens = self._end_tokens(folder, config)
 
@@ -194,11 +196,6 @@ class Renderer:
             return set()
         named = {i for key, i in config.items() if key.endswith("_token_id") and _VISION.search(key) and i is not None}
         return named | {i for text, i in self._special.items() if _VISION.search(text)}
-
-    def _unwritable(self, config: dict[str, Any]) -> range:
-        """Ids that pad the embedding beyond the tokenizer: they decode to nothing, and would hide what follows them."""
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
-        return range(self._tokenizer.get_vocab_size(), size)
 
 
 _DUMMY: list[dict[str, Any]] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]

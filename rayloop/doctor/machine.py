@@ -45,7 +45,9 @@ def shared_memory(folder: Path, store: int) -> list[Finding]:
 
 def disk(output: Path, needed: int | None, kept: int) -> list[Finding]:
     """Whether the folder can be written and has room for ``kept`` checkpoints of ``needed`` bytes (error), fast enough (warning).
-    ``output``: the run's folder; its present checkpoints count as free. ``needed`` None: unknown."""
+
+    ``output``: the run's folder; its present checkpoints count as free. ``needed`` None: unknown.
+    """
     there = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
     try:
         seconds = _written(there)

@@ -118,8 +118,10 @@ def ray_address(address: str | None, current: Path = CURRENT_CLUSTER) -> list[Fi
 
 
 def token(environment: Mapping[str, str], named: Path | None, home: Path) -> list[Finding]:
-    """Token authentication: error when there is no token but has to be one, warning when others could read it or it is off. The
-    token is the file ``named``, that of ``RAY_AUTH_TOKEN_PATH``, or ``home/.ray/auth_token``, as Ray looks for it."""
+    """Token authentication: error when there is no token but has to be one, warning when others could read it or it is off.
+
+    The token is the file ``named``, that of ``RAY_AUTH_TOKEN_PATH``, or ``home/.ray/auth_token``, as Ray looks for it.
+    """
     mode, path = environment.get("RAY_AUTH_MODE", "token" if named else ""), environment.get("RAY_AUTH_TOKEN_PATH")
     file = named or (Path(path) if path else home / ".ray" / "auth_token")
     if mode not in ("", "token", "disabled"):
@@ -152,7 +154,9 @@ def _token_file(file: Path) -> list[Finding]:
 
 def dashboards(candidates: Collection[int], address: str | None, node: str | None) -> list[Finding]:
     """Ray dashboards that answer without a token, here and at the cluster's address: warning unless only this machine reaches them.
-    ``candidates``: ports of this machine; ``node``: its own address."""
+
+    ``candidates``: ports of this machine; ``node``: its own address.
+    """
     findings = []
     for url in _dashboard_urls(candidates, address, node):
         status = dashboard_status(url)

@@ -78,7 +78,9 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
 
 
 class ToolCalls:
-    """The task's messages, then calls of tools until a turn calls none: that turn is the answer."""
+    """The task's messages, then calls of tools until a turn calls none: that turn is the answer.
+
+    Own tools are classes under ``tools``; a subclass can override ``tools_for``."""
 
     class Settings(SettingsModel):
         """Which tools there are, and how they are described and shown."""

@@ -138,7 +138,7 @@ class Interpreter:
 
 
 class Sandbox:
-    """Interpreters at ``level``."""
+    """Interpreters at ``level``. Their fork server starts in the background, and again after it was lost."""
 
     def __init__(self, level: Level, options: Options | None = None) -> None:
         self.level, self.options = level, options or Options()

@@ -45,7 +45,9 @@ class GymSettings(SettingsModel):
 
 
 class Gymnasium(RewardedSteps):
-    """One episode of a gymnasium environment; the row's columns ``seed`` and ``options`` are given to ``reset``."""
+    """One episode of a gymnasium environment; the row's columns ``seed`` and ``options`` are given to ``reset``.
+
+    ``terminated`` and ``truncated`` both end the episode; the step's ``info`` says which."""
 
     Settings = GymSettings
 

@@ -49,7 +49,9 @@ class OpenEnvSettings(SettingsModel):
 
 
 class OpenEnv(RewardedSteps):
-    """One session; the row's columns ``seed`` and ``episode_id`` are given to ``reset``."""
+    """One session; the row's columns ``seed`` and ``episode_id`` are given to ``reset``.
+
+    A server's error is the environment's failure, except for an action that it does not accept."""
 
     Settings = OpenEnvSettings
 

@@ -27,8 +27,9 @@ HIDDEN = ("find-greatest", "guess-number", "hot-cold", "moving-items", "simon-sa
 
 
 class MiniWob(PageEnvironment):
-    """A row names a ``page`` (``pages()``) and a ``seed``; the page says when the episode is over. ``evaluate`` is the page's raw
-    reward, -1 to 1, without its penalty for time; 0 until the page is over."""
+    """A row names a ``page`` (``pages()``) and a ``seed``; the page says when the episode is over.
+
+    ``evaluate`` is the page's raw reward, -1 to 1, without its penalty for time; 0 until the page is over."""
 
     STATE = "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL]"
     OVER = "WOB_DONE_GLOBAL"

@@ -19,9 +19,10 @@ HOST = "pages"
 
 
 class WebPage(PageEnvironment):
-    """A row names an ``url``, a ``check`` and, for ``{instruction}``, an ``instruction``. ``check`` is a JavaScript expression,
-    evaluated after each turn: true or at least 1 ends the episode (``stop``); ``evaluate`` is its last value. It must be a value
-    from the start (write ``?.``); where it throws later it is 0."""
+    """A row names an ``url``, a ``check`` and, for ``{instruction}``, an ``instruction``.
+
+    ``check`` is a JavaScript expression, evaluated after each turn: true or at least 1 ends the episode (``stop``); ``evaluate`` is
+    its last value. It must be a value from the start (write ``?.``); where it throws later it is 0."""
 
     class Settings(PageSettings):
         """Which pages may be loaded, and how large the screen is."""

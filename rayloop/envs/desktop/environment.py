@@ -26,9 +26,10 @@ PER_CHARACTER = 0.05
 
 
 class DesktopTasks(ScreenEnvironment):
-    """A task of a file (``tasks``), which the row names in its column ``desktop``, on a local X desktop without network. The text
-    ``{instruction}`` of the row becomes the task's. A desktop that dies is a failure of infrastructure; one that the policy's
-    programs broke ends the episode as ``action_error`` with the result 0."""
+    """A task of a file (``tasks``), which the row names in its column ``desktop``, on a local X desktop without network.
+
+    The text ``{instruction}`` of the row becomes the task's. A desktop that dies is a failure of infrastructure; one that the
+    policy's programs broke ends the episode as ``action_error`` with the result 0."""
 
     class Settings(ScreenSettings):
         """Which tasks, how large a desktop is, and how long it is waited for."""

@@ -87,8 +87,9 @@ class SandboxSettings(SettingsModel):
 
 
 class PythonInterpreter:
-    """Each turn's code runs in a Python of the episode's own that keeps its names; a turn with an answer ends the episode. The
-    task's images are there as ``image_clue_0`` and on; videos (``extra["videos"]``: for each, an animated image or a list of
+    """Each turn's code runs in a Python of the episode's own that keeps its names; a turn with an answer ends the episode.
+
+    The task's images are there as ``image_clue_0`` and on; videos (``extra["videos"]``: for each, an animated image or a list of
     frames) as ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``. ``evaluate`` counts the turns that ran
     code."""
 

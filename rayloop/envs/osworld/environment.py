@@ -18,7 +18,9 @@ from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings,
 
 
 class OSWorld(ScreenEnvironment):
-    """A row names a task as domain/id in its column ``osworld``, or has OSWorld's JSON of it there."""
+    """A row names a task as domain/id in its column ``osworld``, or has OSWorld's JSON of it there.
+
+    OSWorld's errors are failures of infrastructure; only ``evaluate`` returns a result."""
 
     Settings = OSWorldSettings
 
