@@ -1,7 +1,4 @@
-"""From chat messages to token ids and back, without transformers.
-
-Chat markup inside messages stays plain text; only the template puts special tokens into a sequence. History is never rendered
-again."""
+"""From chat messages to token ids and back, without transformers."""
 
 from __future__ import annotations
 
@@ -39,10 +36,9 @@ class Rendered:
 
 
 class Renderer:
-    """Renders for one model folder, for many threads; equal texts and images are handled once.
-
-    ``end_tokens`` end a turn, the template's own first; ``banned_tokens`` must not be sampled (vision tokens, ids without text);
-    ``image_token`` is None for a text-only model. Raises ConfigError for a missing file or a template that rewrites turns."""
+    """Renders for one model folder, for many threads; equal texts and images are handled once. ``end_tokens`` end a turn, the
+    template's own first; ``banned_tokens`` must not be sampled (vision tokens, ids without text); ``image_token`` is None for a
+    text-only model. Raises ConfigError for a missing file or a template that rewrites turns."""
 
     def __init__(self, model: ModelSettings, max_image_pixels: int = MAX_PIXELS) -> None:
         folder = resolve(model.path, model.revision).folder
@@ -58,14 +54,15 @@ class Renderer:
         self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
         self._images = PromptImages(g, model.position_tint, max_image_pixels) if (g := self._geometry) else None
         self._encoded: Cache[str, TokenIds] = Cache(KEPT, len)
-        self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *self._unwritable(config)}))
+        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
+        unwritable = range(self._tokenizer.get_vocab_size(), size)  # ids that pad the embedding: they decode to nothing
+        self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *unwritable}))
         self._history, self._closing = self._pieces(folder)
         self.end_tokens = self._end_tokens(folder, config)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
-        """The messages and the assistant's header. Image files stay files (``PromptImage.data`` is None) unless tinted.
-
-        Raises DataFailure for an unusable image, and for messages or ``tools`` (OpenAI's schemas) that the template refuses."""
+        """The messages and the assistant's header. Image files stay files (``PromptImage.data`` is None) unless tinted. Raises
+        DataFailure for an unusable image, and for messages or ``tools`` (OpenAI's schemas) that the template refuses."""
         images = [self._image(source, keep_file=True) for message in messages for source in message.images]
         try:
             chat = [self._chat(message) for message in messages]
@@ -75,9 +72,8 @@ class Renderer:
         return Rendered(self._expanded(text, images), tuple(images))
 
     def observation(self, messages: Sequence[Message], sampled: TokenIds) -> Rendered:
-        """The closing tokens that ``sampled`` lacks, the messages, the assistant's header. Images carry their bytes.
-
-        Raises DataFailure for an unusable image, ConfigError when the template refuses messages or rewrites earlier ones."""
+        """The closing tokens that ``sampled`` lacks, the messages, the assistant's header. Images carry their bytes. Raises
+        DataFailure for an unusable image, ConfigError when the template refuses messages or rewrites earlier ones."""
         images = [self._image(source, keep_file=False) for message in messages for source in message.images]
         try:
             text = self._template([*_DUMMY, *map(self._chat, messages)], generation=True)
@@ -200,11 +196,6 @@ class Renderer:
             return set()
         named = {i for key, i in config.items() if key.endswith("_token_id") and _VISION.search(key) and i is not None}
         return named | {i for text, i in self._special.items() if _VISION.search(text)}
-
-    def _unwritable(self, config: dict[str, Any]) -> range:
-        """Ids that pad the embedding beyond the tokenizer: they decode to nothing, and would hide what follows them."""
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
-        return range(self._tokenizer.get_vocab_size(), size)
 
 
 _DUMMY: list[dict[str, Any]] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]

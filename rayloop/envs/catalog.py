@@ -20,10 +20,7 @@ SIDE, RADIUS = 640, 7
 
 @dataclass(frozen=True)
 class Family:
-    """Environments of one sort, and their tasks. Equal seeds give equal tasks.
-
-    ``about`` and ``example`` (a turn that a person may type) are shown; ``task`` makes a task from a name and a seed, ``turn`` the
-    policy's text from a typed line."""
+    """Environments of one sort, and their tasks. Equal seeds give equal tasks."""
 
     about: str
     example: str

@@ -1,7 +1,6 @@
-"""The episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons.
-
-Reasons to end are checked in this order: over_length (the token limit cut the turn), tool_deadline, action_error, done, max_turns,
-over_length (no room for another turn), max_images. Sampled tokens are never altered."""
+"""The episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons. Reasons to end are
+checked in this order: over_length (the token limit cut the turn), tool_deadline, action_error, done, max_turns, over_length (no
+room for another turn), max_images. Sampled tokens are never altered."""
 
 from __future__ import annotations
 
@@ -95,10 +94,7 @@ class Exchange:
 def begun_anew(
     renderer: Renderer, prompt: Rendered, exchanges: Sequence[Exchange], sampled: TokenIds, room: int
 ) -> Rendered | None:
-    """The context up to the turn ``sampled`` with at most ``room`` images; None when the prompt's alone are more.
-
-    The newest observations keep images, as many as fill half of the room: so this is done once in several turns, and engines find
-    most of a context in their caches."""
+    """The context up to the turn ``sampled`` with at most ``room`` images; None when the prompt's alone are more."""
     if len(prompt.images) > room:
         return None
     left = (room - len(prompt.images)) // 2
@@ -130,7 +126,6 @@ async def play(
     prompts: FirstPrompts | None = None,
 ) -> Trajectory:
     """Make the environment, play one episode and close it, also when cancelled. ``prompts`` is shared with others of its call.
-
     Raises DataFailure, OverLongPrompt, EnvironmentHung, EnvironmentFailed, and whatever ``generate`` raises."""
     episode = _Episode(request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer))
     try:
@@ -319,9 +314,7 @@ class _Episode:
 
 
 def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: int | None) -> Summary:
-    """The driver's summary of a trajectory that took ``seconds``. ``image_token`` is ``Renderer.image_token``.
-
-    ``images_consistent``: the sequence has exactly as many image tokens as its images stand for."""
+    """The driver's summary of a trajectory that took ``seconds``. ``image_token`` is ``Renderer.image_token``."""
     sampled, shown = trajectory.sampled_turns, [turn for turn in trajectory.turns if not turn.restart]
     lengths = [len(turn.token_ids) for turn in trajectory.turns]
     first = next(i for i, turn in enumerate(trajectory.turns) if turn.sampled)

@@ -1,6 +1,5 @@
-"""The start of an environment's process: a forked watcher kills both, and all they started, when the actor is gone.
-
-That also works when the environment holds the interpreter lock or is stopped. Imports nothing, since it forks first."""
+"""The start of an environment's process: a forked watcher kills both, and all they started, when the actor is gone. That also works
+when the environment holds the interpreter lock or is stopped. Imports nothing, since it forks first."""
 
 import os
 import signal

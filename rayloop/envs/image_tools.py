@@ -1,6 +1,4 @@
-"""Tools that look at images: crop, zoom, rotate, inspect and wait, chosen by name, each returning an image.
-
-Boxes follow DeepEyes' rules (clamped, no side too short, not too thin), in fractions or pixels of the original image."""
+"""Tools that look at images: crop, zoom, rotate, inspect and wait, chosen by name, each returning an image."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ class ImageTool:
 
 
 class Album:
-    """The images of one episode, numbered in the order in which the policy saw them, and the tools' functions.
-
-    The images are bytes: a file system that hangs must not count as a tool that hangs."""
+    """The images of one episode, numbered in the order in which the policy saw them, and the tools' functions."""
 
     def __init__(self, images: Sequence[bytes], settings: ImageTools.Settings) -> None:
         self._images, self._settings = list(images), settings

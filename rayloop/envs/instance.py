@@ -17,9 +17,7 @@ from rayloop.envs.tools import schemas
 
 
 class Instance(Protocol):
-    """An environment as the episode loop sees it. Each call waits at most ``timeout`` seconds.
-
-    ``contained``: it has a process of its own, so a hang or a crash costs no other episode."""
+    """An environment as the episode loop sees it. Each call waits at most ``timeout`` seconds."""
 
     name: str
     contained: bool

@@ -1,5 +1,4 @@
 """``isolation: process``: an environment in a process of its own (guard.py, worker.py), without torch and Ray, in its own session.
-
 The process is used again for other instances, is killed with all that it started when a call hangs, and ends with its parent."""
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ class WorkerProcess:
         self.pid = self._process.pid
 
     async def ask(self, op: str, timeout: float, *arguments: object) -> tuple[bool, Any]:
-        """Whether the call succeeded, and what it returned or raised. A failure kills the process.
-
-        Raises DeadlineExceeded, and EnvironmentFailed when the process has ended."""
+        """Whether the call succeeded, and what it returned or raised. A failure kills the process. Raises DeadlineExceeded, and
+        EnvironmentFailed when the process has ended."""
         try:
             content = pickle.dumps(arguments)
             answer, [packed] = await in_thread(self._channel.ask, op, timeout, [content], timeout=timeout + DYING)

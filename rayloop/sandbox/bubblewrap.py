@@ -51,10 +51,8 @@ def borrowed() -> Iterator[int | None]:
 
 
 def free_user() -> User:
-    """A number without a name, a process or another claim. Raises NoUser. Only root has use for it.
-
-    The claim is the name of an abstract socket: the kernel frees it when the process ends, however that ends.
-    """
+    """A number without a name, a process or another claim. Raises NoUser. Only root has use for it. The claim is the name of an
+    abstract socket: the kernel frees it when the process ends, however that ends."""
     taken, mapped = _taken(), _mapped()
     for _ in USERS:
         number = USERS[next(_next) % len(USERS)]
@@ -113,16 +111,13 @@ def command(
     beside: tuple[Sequence[str], int | None] | None = None,
 ) -> list[str]:
     """The command line that runs ``program`` in namespaces of its own (user, process ids, mounts, IPC, host name, network: none).
-
     It ends with the thread that starts it. It sees ``OF_USR`` and ``SYSTEM``; the paths of ``read``, read-only; those of ``write``
     (here -> inside), which ``uid`` must be able to write; and ``folders``, empty ones in memory (path -> bytes; /tmp has 64 MiB and
     /dev/shm 16 MiB by default). Its variables are ``environment`` and a PATH; bwrap itself has none, since code inside could read
-    them from /proc/1/environ. ``options`` of bwrap come last, such as ``--file FD PATH``. ``beside``: a program and its ``uid``,
-    in the same namespaces, as a child of ``program``, which finds its process id in the variable BESIDE.
-
-    ``uid`` (``free_user``) is the unprivileged user of a program that root starts; another user must give None. Raises ValueError
-    when that is not so, FileNotFoundError without bwrap or a folder of ``read``.
-    """
+    them from /proc/1/environ. ``options`` of bwrap come last, such as ``--file FD PATH``. ``beside``: a program and its ``uid``, in
+    the same namespaces, as a child of ``program``, which finds its process id in the variable BESIDE. ``uid`` (``free_user``) is
+    the unprivileged user of a program that root starts; another user must give None. Raises ValueError when that is not so,
+    FileNotFoundError without bwrap or a folder of ``read``."""
     bwrap, root = _found(uid), os.geteuid() == 0
     unshared = ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try"]
     line = ["/usr/bin/env", "-i", bwrap, *unshared, "--die-with-parent", "--new-session", "--clearenv"]

@@ -1,7 +1,5 @@
-"""Inside the sandbox: a Python that keeps its names between calls, and answers each with the text and figures of the code.
-
-It runs in the same process as the code, so code can change every answer: the host trusts none of them.
-"""
+"""Inside the sandbox: a Python that keeps its names between calls, and answers each with the text and figures of the code. It runs
+in the same process as the code, so code can change every answer: the host trusts none of them."""
 
 from __future__ import annotations
 

@@ -22,9 +22,7 @@ _FILES, _INSIDE_USER = 64, 1000
 
 def confine(settings: dict[str, Any], connection: socket.socket, folder: str, user: int | None) -> socket.socket:
     """Confine this process at ``settings["level"]``, as ``user`` when it is root's; its files go into a new ``folder``.
-
-    Returns the connection under its new number. Raises OSError with what the kernel refused; the process must end then.
-    """
+    Returns the connection under its new number. Raises OSError with what the kernel refused; the process must end then."""
     level, server = Level(settings["level"]), os.getppid()
     kernel.die_with_parent(None)
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):

@@ -35,9 +35,7 @@ START, _HELLO, _END = 60.0, 20.0, 5.0
 @dataclass(frozen=True, slots=True)
 class CodeResult:
     """What a call of an interpreter returned, all of which the code may have forged, within the limits of rayloop/sandbox/cells.py.
-
-    ``error``: the code's traceback; ``images``: PNG; ``dropped``: figures beyond the limit; ``seconds``: by its own clock.
-    """
+    ``error``: the code's traceback; ``images``: PNG; ``dropped``: figures beyond the limit; ``seconds``: by its own clock."""
 
     text: str
     error: str | None
@@ -140,8 +138,7 @@ class Interpreter:
 
 
 class Sandbox:
-    """Interpreters at ``level``. The fork server starts in the background, again after it was lost, and ends with ``close``, or
-    when this process ends, however that ends."""
+    """Interpreters at ``level``. Their fork server starts in the background, and again after it was lost."""
 
     def __init__(self, level: Level, options: Options | None = None) -> None:
         self.level, self.options = level, options or Options()

@@ -55,10 +55,8 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(parent: int | None) -> None:
-    """SIGKILL when the thread that forked this process ends. A change of user cancels that: call again after one.
-
-    ``parent``: the parent's pid, None where it has none in this namespace. Ends at once when the parent is gone already.
-    """
+    """SIGKILL when the thread that forked this process ends. A change of user cancels that: call again after one. ``parent``: the
+    parent's pid, None where it has none in this namespace. Ends at once when the parent is gone already."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
     if parent is not None and os.getppid() != parent:
         os._exit(1)
@@ -137,10 +135,8 @@ def landlock_version() -> int:
 
 def restrict(read: Iterable[str], write: Iterable[str] = ()) -> None:
     """Landlock (Linux 5.13, no privilege): this process and its children open only ``read``, change only ``write``, run nothing.
-
     Versions 4 and 6 also forbid TCP ports, abstract sockets of others and signals to other processes. Metadata stays visible
-    (stat), and changeable without a filter of system calls (chmod, utime). Raises OSError.
-    """
+    (stat), and changeable without a filter of system calls (chmod, utime). Raises OSError."""
     known = landlock_version()
     if not known:
         raise OSError("Landlock is not in this kernel")

@@ -32,8 +32,7 @@ _SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """``level``: the strongest that works here, None without any. ``reasons``: of each stronger one, why not. ``held``: of the
-    attacks above, those that were."""
+    """``level``: the strongest that works here, None without any. ``reasons``: of each stronger one, why not."""
 
     level: Level | None
     reasons: Mapping[Level, str] = field(default_factory=dict)

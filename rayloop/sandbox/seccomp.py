@@ -1,8 +1,6 @@
-"""Filters of system calls, by the lists of rayloop/sandbox/calls.py. They need no privilege and no library.
-
-A refused call fails with EPERM; one that is newer than the lists with ENOSYS, so that libraries use an older one. Calls by numbers
-of other machines (32 bit, x32) end the process.
-"""
+"""Filters of system calls, by the lists of rayloop/sandbox/calls.py. They need no privilege and no library. A refused call fails
+with EPERM; one that is newer than the lists with ENOSYS, so that libraries use an older one. Calls by numbers of other machines (32
+bit, x32) end the process."""
 
 from __future__ import annotations
 
@@ -35,10 +33,8 @@ _TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS
 
 
 def refuse_all_but(threads: bool, writing: bool) -> None:
-    """Leave this process the listed system calls only. ``threads``: it may start some; ``writing``: it has a folder.
-
-    The filter names the process id of the caller. Raises OSError, and KeyError on another machine.
-    """
+    """Leave this process the listed system calls only. ``threads``: it may start some; ``writing``: it has a folder. The filter
+    names the process id of the caller. Raises OSError, and KeyError on another machine."""
     rows = program(os.getpid(), threads, writing, kernel.MACHINE)
     array = (_Row * len(rows))(*(_Row(*row) for row in rows))
     filtered = _Program(len(rows), array)

@@ -1,7 +1,5 @@
 """Inside the sandbox: the fork server. It has loaded what interpreters need; each is a fork that confines itself before code runs.
-
-It runs no code itself, has one thread, and ends with its host: the control socket is closed then.
-"""
+It runs no code itself, has one thread, and ends with its host: the control socket is closed then."""
 
 from __future__ import annotations
 

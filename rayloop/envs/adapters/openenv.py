@@ -1,6 +1,5 @@
-"""Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``.
-
-Uses ``reset``, ``step`` and ``close`` of OpenEnv 0.10; a connection is a session. The result comes from the rewards."""
+"""Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``. Uses
+``reset``, ``step`` and ``close`` of OpenEnv 0.10; a connection is a session. The result comes from the rewards."""
 
 from __future__ import annotations
 

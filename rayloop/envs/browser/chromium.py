@@ -120,16 +120,11 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) 
         raise EnvironmentFailed(f"{settings.program} did not start ({held}): {first}") from error
     pid = processes.marked(os.getpid(), mark)
     if pid is not None and held.level == "namespaces":
-        _unused(pid)
+        for word in processes.command_line(pid):
+            if word.startswith("--user-data-dir="):  # Playwright's folder for a profile: the real one lies in the browser's memory
+                with suppress(OSError):
+                    os.rmdir(word.partition("=")[2])
     return Chromium(browser, pid, program, settings)
-
-
-def _unused(pid: int) -> None:
-    """Remove the folder that Playwright made for a profile: the real one lies in the browser's own memory."""
-    for word in processes.command_line(pid):
-        if word.startswith("--user-data-dir="):
-            with suppress(OSError):
-                os.rmdir(word.partition("=")[2])
 
 
 def _kill(pid: int) -> None:

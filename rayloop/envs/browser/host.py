@@ -1,6 +1,4 @@
-"""The browsers of a process: one for all its environments, more when it is full, a new one when it ends.
-
-Playwright's objects belong to one event loop, which has a thread here; environments submit work to it and wait within deadlines."""
+"""The browsers of a process: one for all its environments, more when it is full, a new one when it ends."""
 
 from __future__ import annotations
 

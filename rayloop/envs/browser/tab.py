@@ -108,9 +108,7 @@ class Size:
 
 
 class Tab:
-    """Made by ``open_tab``; all its methods run on the host's event loop. ``address`` was loaded last.
-
-    ``refused`` counts what the page tried: dialog, download, window, file, network."""
+    """Made by ``open_tab``; all its methods run on the host's event loop. ``address`` was loaded last."""
 
     def __init__(self, chromium: Chromium, context: Any, page: Any, cdp: Any, settings: BrowserSettings, size: Size):
         self.chromium, self._context, self._page, self._cdp = chromium, context, page, cdp
@@ -132,9 +130,8 @@ class Tab:
         return await self._in_time(self._settings.load_timeout, self._evaluate(expression), "an expression")
 
     async def act(self, actions: Sequence[Action], expression: str, over: str, settle: float = 0.0) -> Screen:
-        """Carry out actions (points in pixels), until ``over`` is true after one; then wait ``settle`` seconds and look.
-
-        Raises PageHangs and PageTooLarge, which the actions caused, and EnvironmentFailed."""
+        """Carry out actions (points in pixels), until ``over`` is true after one; then wait ``settle`` seconds and look. Raises
+        PageHangs and PageTooLarge, which the actions caused, and EnvironmentFailed."""
 
         async def run() -> Screen:
             for index, action in enumerate(actions):

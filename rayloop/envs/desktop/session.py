@@ -121,7 +121,9 @@ class Desktop:
         except BaseException as error:
             self.close()
             if isinstance(error, Refused | OSError):
-                raise DesktopLost(f"the desktop did not start: {error}{self._last_words()}") from error
+                self._errors.seek(0)
+                said = self._errors.read().decode(errors="replace").strip()
+                raise DesktopLost(f"the desktop did not start: {error}{said and f': {said[-500:]}'}") from error
             raise
 
     def put(self, path: str, content: bytes, executable: bool = False) -> None:
@@ -233,11 +235,6 @@ class Desktop:
         finally:
             for descriptor in (reading, display, written, filtered):
                 os.close(descriptor)
-
-    def _last_words(self) -> str:
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip()
-        return f": {said[-500:]}" if said else ""
 
 
 def _roots() -> list[str]:

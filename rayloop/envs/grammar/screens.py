@@ -109,8 +109,7 @@ class ScreenSettings(SettingsModel):
 class ScreenEnvironment:
     """What environments with a screen share: reads a turn, checks its number of actions, and shows what follows.
 
-    Derive from it: ``_carry_out``.
-    """
+    Derive from it: ``_carry_out``."""
 
     def __init__(self, settings: ScreenSettings) -> None:
         self._screen = settings

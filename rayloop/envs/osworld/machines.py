@@ -126,9 +126,7 @@ class Machine:
 
 
 class Machines:
-    """The idle machines of this process, and its claims on the node's numbers. For many threads.
-
-    A claim is a lock on the number's file; the file's time is when the machine may be used again."""
+    """The idle machines of this process, and its claims on the node's numbers. For many threads."""
 
     def __init__(self, settings: OSWorldSettings) -> None:
         self._settings = settings

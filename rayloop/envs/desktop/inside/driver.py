@@ -256,9 +256,8 @@ def confine(settings: dict[str, Any]) -> None:
 
 
 def end_with_the_host(connection: socket.socket) -> None:
-    """End the whole namespace when the host's end is closed, also while X does not answer.
-
-    As root no signal comes for a parent's death: bwrap has given up the right to signal other users' processes."""
+    """End the whole namespace when the host's end is closed, also while X does not answer. As root, bwrap may not signal other
+    users' processes, so no signal comes for a parent's death."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()

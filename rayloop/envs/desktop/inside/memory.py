@@ -34,9 +34,7 @@ class Watch:
 
 
 def used(but: int, exact: bool = False) -> int:
-    """Bytes of written pages of every process but ``but``, of memfd files and System V segments.
-
-    Pages that forks share count for each, or once when ``exact``, which takes longer. Files of folders in memory do not count."""
+    """Bytes of written pages of every process but ``but``, of memfd files and System V segments."""
     whole, seen = _segments(), set[int]()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != but:
