@@ -27,10 +27,8 @@ class ModelSettings(SettingsModel):
     """Images above this many pixels are shrunk; 784 pixels are one image token in Qwen2.5-VL. Lower it for memory and speed,
     raise it when what matters is small on the image."""
     position_tint: float = Field(0.0, ge=0, lt=1)
-    """How strongly pixels are coloured by where they are: red grows to the right, blue downwards. 0 leaves images alone.
-
-    A tiny model trained from scratch needs it to know where on the page a patch is; pretrained models do not.
-    """
+    """How strongly pixels are coloured by where they are: red grows to the right, blue downwards. 0 leaves images alone. A tiny
+    model trained from scratch needs it to know where on the page a patch is; pretrained models do not."""
 
     def here(self, *, weights: bool = True) -> ModelSettings:
         """The same with the folder on this machine as ``path``; what lacks of a Hub's model is downloaded. Raises ConfigError."""

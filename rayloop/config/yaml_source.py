@@ -70,10 +70,8 @@ for _tag, _pattern, _first in (
 
 
 def read(path: Path, overrides: Sequence[str] = (), over: Sequence[Path] = ()) -> tuple[dict[str, Any], Source]:
-    """The merged data of a file, its bases, the files laid ``over`` it and the overrides, with the origin of each key.
-
-    Raises ConfigError for a missing or malformed file, a cycle of ``extends``, and malformed overrides.
-    """
+    """The merged data of a file, its bases, the files laid ``over`` it and the overrides, with the origin of each key. Raises
+    ConfigError for a missing or malformed file, a cycle of ``extends``, and malformed overrides."""
     data, source = _read_file(path, ())
     for layer in over:
         _merge(data, source, *_read_file(layer, ()), ())

@@ -44,10 +44,8 @@ WAITS = Waits()
 
 
 async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T:
-    """Await for so many seconds at most, then raise ``late``. A TimeoutError of what is awaited stays what it is.
-
-    Not asyncio.wait_for: in Python 3.11 that swallows a cancellation which comes together with the result.
-    """
+    """Await for so many seconds at most, then raise ``late``. A TimeoutError of what is awaited stays what it is. Not
+    asyncio.wait_for: in Python 3.11 that swallows a cancellation which comes together with the result."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await awaitable
@@ -60,10 +58,8 @@ async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T
 async def with_deadline(
     deadline: float, awaitable: Awaitable[T], what: str, actor: Any = None, *, counts: bool = True, starts: bool = False
 ) -> T:
-    """Await with a deadline in seconds. Raises WorkerLost that names what did not answer.
-
-    With ``counts=False`` (health checks) its end does not tell that anything moves.
-    """
+    """Await with a deadline in seconds. Raises WorkerLost that names what did not answer. With ``counts=False`` (health checks) its
+    end does not tell that anything moves."""
     WAITS.entered += 1
     key = WAITS.entered
     WAITS.open[key] = Awaited(what, time.monotonic(), actor, counts, starts)

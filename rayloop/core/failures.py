@@ -1,8 +1,5 @@
-"""Typed failures. The type decides what happens next.
-
-A task with a data failure is quarantined, infrastructure failures are retried elsewhere, and neither is ever turned into a
-reward. The command line prints a ``RayloopError`` as one paragraph.
-"""
+"""Typed failures. The type decides what happens next. A task with a data failure is quarantined, infrastructure failures are
+retried elsewhere, and neither is ever turned into a reward. The command line prints a ``RayloopError`` as one paragraph."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an episode was not played: a value for the driver (cluster/supervision/attempts.py).
-
-    ``retryable``: another actor may play it. ``why`` is for people; ``path`` is the file of BAD_DATA.
-    """
+    """Why an episode was not played: a value for the driver (cluster/supervision/attempts.py). ``retryable``: another actor may
+    play it. ``why`` is for people; ``path`` is the file of BAD_DATA."""
 
     cause: Cause
     scope: Scope

@@ -58,11 +58,9 @@ def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bool = True) -> None:
-    """Replace a file: a reader sees the old content or the new one, on a shared file system too, and never a part.
-
-    ``mode`` is the file's whatever the umask is. With ``durable`` it is on the disk when this returns; without, a crash of the
-    machine may lose it. Raises OSError, with the old content still there.
-    """
+    """Replace a file: a reader sees the old content or the new one, on a shared file system too, and never a part. ``mode`` is the
+    file's whatever the umask is. With ``durable`` it is on the disk when this returns; without, a crash of the machine may lose it.
+    Raises OSError, with the old content still there."""
     aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with open(aside, "wb") as file:
@@ -145,9 +143,8 @@ def sync(path: Path) -> None:
 
 
 def trusted(path: Path, what: str, others: int = 0o022) -> None:
-    """Raises ConfigError when a file or folder is another user's (root's are everybody's), or when its mode allows others
-    one of ``others``: 0o022 to write it, 0o077 to read it as well. OSError when it is not there.
-    """
+    """Raises ConfigError when a file or folder is another user's (root's are everybody's), or when its mode allows others one of
+    ``others``: 0o022 to write it, 0o077 to read it as well. OSError when it is not there."""
     found = os.stat(path)
     if found.st_uid not in (os.geteuid(), ROOT):
         raise ConfigError(f"{what} {path} belongs to user {found.st_uid}, and only your own is believed (you are {os.geteuid()})")
@@ -159,9 +156,7 @@ def trusted(path: Path, what: str, others: int = 0o022) -> None:
 
 def new_secret(path: Path, what: str) -> Path:
     """Write a secret that nobody else has, readable by its owner only. One that is there already is kept when it is ``trusted``.
-
-    Raises ConfigError. An empty file is what a crash left, and is replaced.
-    """
+    Raises ConfigError. An empty file is what a crash left, and is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         trusted(path, what, 0o077)

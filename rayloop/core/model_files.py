@@ -29,10 +29,8 @@ TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetenso
 
 
 def unsupported(kind: str, vision: bool, text: Mapping[str, Any]) -> str:
-    """Why a model cannot be trained here; "" when it can.
-
-    ``kind``: its model_type; ``vision``: whether it sees images; ``text``: the configuration of its language model.
-    """
+    """Why a model cannot be trained here; "" when it can. ``kind``: its model_type; ``vision``: whether it sees images; ``text``:
+    the configuration of its language model."""
     if experts := max(int(text.get(name) or 0) for name in EXPERTS):
         return (
             f"{kind} is a mixture of {experts} experts, one tensor here and many in its checkpoint: they cannot be published. "
@@ -74,10 +72,8 @@ class Resolved:
 
     @property
     def weights(self) -> list[Path]:
-        """The files of weights that are here, sorted: those that the index names, else model.safetensors, else any.
-
-        Repositories may hold the same weights a second time, in their authors' own layout (consolidated.safetensors).
-        """
+        """The files of weights that are here, sorted: those that the index names, else model.safetensors, else any. Repositories
+        may hold the same weights a second time, in their authors' own layout (consolidated.safetensors)."""
         whole = self.folder / "model.safetensors"
         found = self._named() or ([whole] if whole.is_file() else self.folder.glob(WEIGHTS))
         return sorted(file for file in found if file.is_file())

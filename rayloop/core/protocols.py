@@ -16,10 +16,8 @@ Checksums: TypeAlias = Mapping[str, Checksum]
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """``version`` is what the engine serves, None before its first load. ``running`` counts requests being decoded.
-
-    ``cache`` is the share of the engine's cache of keys and values that is in use; None when it has none to run out of.
-    """
+    """``version`` is what the engine serves, None before its first load. ``running`` counts requests being decoded. ``cache`` is
+    the share of the engine's cache of keys and values that is in use; None when it has none to run out of."""
 
     version: Version | None
     running: int
@@ -46,10 +44,8 @@ class Manifest:
 
 
 class GenerationEngine(Protocol):
-    """Tokens in; tokens, log-probs and the weights' version out. Runs inside a rollout actor.
-
-    Every method is called on the actor's event loop; ``generate`` many times concurrently.
-    """
+    """Tokens in; tokens, log-probs and the weights' version out. Runs inside a rollout actor. Every method is called on the actor's
+    event loop; ``generate`` many times concurrently."""
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Requests with equal prompts, which come in the same moment, share prefill and image encoding."""
@@ -83,12 +79,9 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The environment's answer to one turn.
-
-    ``observation`` None or ``done`` ends the episode; an observation beside ``done`` is for people only (``env play``).
-    ``error`` marks an action the environment could not use: the episode ends as ACTION_ERROR when ``done`` is set, else the
-    policy sees the observation and may correct itself.
-    """
+    """The environment's answer to one turn. ``observation`` None or ``done`` ends the episode; an observation beside ``done`` is
+    for people only (``env play``). ``error`` marks an action the environment could not use: the episode ends as ACTION_ERROR when
+    ``done`` is set, else the policy sees the observation and may correct itself."""
 
     observation: Observation | None = None
     done: bool = False
@@ -157,11 +150,9 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreContext:
-    """What a reward may depend on besides the trajectory: the step it will train, and the texts of the sampled turns.
-
-    ``timeout``: seconds after which scoring is given up (``reward.timeout``). ``transcript``: all that followed the prompt, with
-    special tokens and what the environment showed; None unless the source asks for it (``RewardSource``).
-    """
+    """What a reward may depend on besides the trajectory: the step it will train, and the texts of the sampled turns. ``timeout``:
+    seconds after which scoring is given up (``reward.timeout``). ``transcript``: all that followed the prompt, with special tokens
+    and what the environment showed; None unless the source asks for it (``RewardSource``)."""
 
     step: int
     texts: Sequence[str]
@@ -216,11 +207,9 @@ class BoxReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainItem:
-    """One trajectory to train on: resolved payload, advantage, reference log-probs [sampled_tokens] or None.
-
-    ``on_policy``: a replayed sample treated as on-policy (old log-probs recomputed, correction weight 1). ``lag``: versions
-    between its first sampled token and the training step.
-    """
+    """One trajectory to train on: resolved payload, advantage, reference log-probs [sampled_tokens] or None. ``on_policy``: a
+    replayed sample treated as on-policy (old log-probs recomputed, correction weight 1). ``lag``: versions between its first
+    sampled token and the training step."""
 
     trajectory: Trajectory
     advantage: float

@@ -25,20 +25,16 @@ Result = TypeVar("Result")
 
 
 async def in_thread(function: Callable[..., Result], *args: object, timeout: float) -> Result:
-    """``function(*args)`` in a thread, awaited for at most ``timeout`` seconds.
-
-    Raises DeadlineExceeded when it takes longer (the thread is abandoned), and whatever ``function`` raises; an
-    exception that is no ``Exception`` (SystemExit), and StopIteration, arrive as RuntimeError.
-    """
+    """``function(*args)`` in a thread, awaited for at most ``timeout`` seconds. Raises DeadlineExceeded when it takes longer (the
+    thread is abandoned), and whatever ``function`` raises; an exception that is no ``Exception`` (SystemExit), and StopIteration,
+    arrive as RuntimeError."""
     answer = asked()
     return await within(timeout, answer, start(lambda: settle(answer, lambda: function(*args))))
 
 
 def call_within(timeout: float, function: Callable[..., Result], /, *args: object, **options: object) -> Result:
-    """``function(*args, **options)`` in a thread, waited for by this one for at most ``timeout`` seconds.
-
-    Raises as ``in_thread`` does.
-    """
+    """``function(*args, **options)`` in a thread, waited for by this one for at most ``timeout`` seconds. Raises as ``in_thread``
+    does."""
     answer = asked()
     thread = start(lambda: settle(answer, lambda: function(*args, **options)))
     if not wait({answer}, timeout).done:
@@ -94,10 +90,8 @@ def contained(work: Callable[[], Result]) -> Result:
 
 
 async def within(timeout: float, answer: Future[Any], thread: threading.Thread) -> Any:
-    """The answer that ``thread`` will give, awaited for at most ``timeout`` seconds. Raises as ``in_thread`` does.
-
-    Many may wait for one answer, each within its own time.
-    """
+    """The answer that ``thread`` will give, awaited for at most ``timeout`` seconds. Raises as ``in_thread`` does. Many may wait
+    for one answer, each within its own time."""
     if answer.done():
         return answer.result()
     future = asyncio.wrap_future(answer)
@@ -229,10 +223,8 @@ V = TypeVar("V")
 
 
 class Cache(Generic[K, V]):
-    """Values by key, none of them None. Safe to use from many threads.
-
-    ``limit`` and ``size`` of a value are in the same unit, most often bytes. Keys that are ``in_use`` stay beyond the limit.
-    """
+    """Values by key, none of them None. Safe to use from many threads. ``limit`` and ``size`` of a value are in the same unit, most
+    often bytes. Keys that are ``in_use`` stay beyond the limit."""
 
     def __init__(
         self, limit: int, size: Callable[[V], int] = lambda value: 1, in_use: Callable[[K], bool] = lambda key: False
@@ -275,10 +267,8 @@ class Cache(Generic[K, V]):
             self.used = 0
 
     def made(self, key: K, make: Callable[[], V]) -> V:
-        """The value, made now if there is none. Who asks while another thread makes it waits, and gets what that one gets.
-
-        Raises what ``make`` raises; nothing is kept then.
-        """
+        """The value, made now if there is none. Who asks while another thread makes it waits, and gets what that one gets. Raises
+        what ``make`` raises; nothing is kept then."""
         if (value := self.get(key)) is not None:
             return value
         with self._lock:

@@ -1,8 +1,6 @@
-"""The words of rayloop: what a task, a trajectory, a group and an outcome are. No torch, no ray, no I/O.
-
-A trajectory has no prompt/response split. It is a sequence of turns; the tokens of *sampled* turns come from the policy
-and carry behaviour log-probs, all other tokens are context. Token ids are the expanded ones (n image tokens per image).
-"""
+"""The words of rayloop: what a task, a trajectory, a group and an outcome are. No torch, no ray, no I/O. A trajectory has no
+prompt/response split. It is a sequence of turns; the tokens of *sampled* turns come from the policy and carry behaviour log-probs,
+all other tokens are context. Token ids are the expanded ones (n image tokens per image)."""
 
 from __future__ import annotations
 
@@ -60,11 +58,9 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image in a token sequence, by content. ``tokens`` image tokens stand for it in the sequence.
-
-    ``grid`` is (t, h, w) in patches after the processor's resize. Bytes come from ``path``, or, when ``path`` is None,
-    from ``Trajectory.image_bytes[sha256]``.
-    """
+    """An image in a token sequence, by content. ``tokens`` image tokens stand for it in the sequence. ``grid`` is (t, h, w) in
+    patches after the processor's resize. Bytes come from ``path``, or, when ``path`` is None, from
+    ``Trajectory.image_bytes[sha256]``."""
 
     sha256: str
     width: int
@@ -89,10 +85,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset row. ``source`` names the data source (metrics are split by it); ``extra`` is passed through.
-
-    ``environment``: the kind to play it in, one of ``environment.kinds``; empty for the one of ``environment.episode``.
-    """
+    """One dataset row. ``source`` names the data source (metrics are split by it); ``extra`` is passed through. ``environment``:
+    the kind to play it in, one of ``environment.kinds``; empty for the one of ``environment.episode``."""
 
     id: str
     messages: tuple[Message, ...]
@@ -109,11 +103,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1).
-
-    The mask removes ``banned_tokens`` everywhere and ``end_tokens`` from the first ``min_tokens`` positions of a turn.
-    ``temperature`` 0 is greedy decoding (evaluation only; log-probs are then those of temperature 1).
-    """
+    """The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). The mask removes
+    ``banned_tokens`` everywhere and ``end_tokens`` from the first ``min_tokens`` positions of a turn. ``temperature`` 0 is greedy
+    decoding (evaluation only; log-probs are then those of temperature 1)."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -220,11 +212,9 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class FlatTrajectory:
-    """A trajectory as aligned arrays. All have length T.
-
-    token_ids [T] int64; loss_mask [T] bool, True = sampled by the policy; behaviour_logprobs [T] float32, 0 where not
-    sampled; turn_position [T] int32, index of a sampled token within its turn (for ``min_tokens``), -1 elsewhere.
-    """
+    """A trajectory as aligned arrays. All have length T. token_ids [T] int64; loss_mask [T] bool, True = sampled by the policy;
+    behaviour_logprobs [T] float32, 0 where not sampled; turn_position [T] int32, index of a sampled token within its turn (for
+    ``min_tokens``), -1 elsewhere."""
 
     token_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
@@ -264,10 +254,8 @@ class Trajectory:
         return tuple(replace(self, turns=self.turns[start:end]) for start, end in pairwise(starts))
 
     def flatten(self) -> FlatTrajectory:
-        """Concatenate the turns, of one segment as the engine saw them.
-
-        Raises ValueError when a sampled turn's log-probs and tokens differ in number.
-        """
+        """Concatenate the turns, of one segment as the engine saw them. Raises ValueError when a sampled turn's log-probs and
+        tokens differ in number."""
         total = sum(len(turn.token_ids) for turn in self.turns)
         flat = FlatTrajectory(
             np.empty(total, np.int64), np.zeros(total, np.bool_), np.zeros(total, np.float32), np.full(total, -1, np.int32)
@@ -315,10 +303,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 class Ref(Generic[T_co]):
     """A value of type ``T_co`` in the object store, or one to come. At run time it is Ray's ObjectRef: nothing is ever an instance
-    of this class.
-
-    The driver holds payloads so: it passes them on and never opens one.
-    """
+    of this class. The driver holds payloads so: it passes them on and never opens one."""
 
     def __await__(self) -> Generator[Any, None, T_co]:
         raise NotImplementedError("Ref is a type only; Ray's ObjectRef is awaited")
@@ -328,10 +313,7 @@ SEED_BITS = 63
 
 
 def derive(seed: int | str, *parts: int | str) -> int:
-    """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in every process.
-
-    The parts' types and boundaries count: ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``,
-    ``derive(0, "1")`` all differ.
-    """
+    """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in every process. The parts' types and
+    boundaries count: ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``, ``derive(0, "1")`` all differ."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)

@@ -33,20 +33,17 @@ _LONGEST_PATH = 4096
 
 
 class Reader(Protocol):
-    """Turns one row into a task. ``where`` is the row's file:line; relative image paths start at ``root``.
-
-    A task whose ``environment`` is empty gets the text in the row's column of that name. Raises DataFailure."""
+    """Turns one row into a task. ``where`` is the row's file:line; relative image paths start at ``root``. A task whose
+    ``environment`` is empty gets the text in the row's column of that name. Raises DataFailure."""
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task."""
 
 
 class Dataset:
-    """The tasks of one file, read when made; images are not opened. ``quarantine`` receives every row left out.
-
-    Rows may name one of ``kinds`` of environment, if there are any. Raises ConfigError when the file is missing, no row is
-    left, two rows share an id, or one names another kind; with ``strict`` DataFailure at the first bad row.
-    """
+    """The tasks of one file, read when made; images are not opened. ``quarantine`` receives every row left out. Rows may name one
+    of ``kinds`` of environment, if there are any. Raises ConfigError when the file is missing, no row is left, two rows share an
+    id, or one names another kind; with ``strict`` DataFailure at the first bad row."""
 
     def __init__(
         self, path: str | Path, reader: Reader, strict: bool, quarantine: Callable[[DataFailure], None], kinds: Collection[str] = ()

@@ -116,11 +116,9 @@ def _own(marker: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What one start of a run continues from, at its beginning and whenever its policy or its driver is replaced.
-
-    ``folder`` is that of its checkpoints, ``resume`` what its configuration names, and ``since`` how many lineages had begun
-    before this start: what a later one has saved goes before what is named. ``fence`` tells whether the run still is this start's.
-    """
+    """What one start of a run continues from, at its beginning and whenever its policy or its driver is replaced. ``folder`` is
+    that of its checkpoints, ``resume`` what its configuration names, and ``since`` how many lineages had begun before this start:
+    what a later one has saved goes before what is named. ``fence`` tells whether the run still is this start's."""
 
     folder: Path
     resume: str
@@ -157,11 +155,9 @@ class Origin:
         return ours
 
     async def restore(self, take: Callable[[Checkpoint], Awaitable[None]], emit: Emit) -> Checkpoint | None:
-        """Let ``take`` continue from the first candidate that is not damaged. Returns it; None when there was never one.
-
-        What is damaged is told, and set aside when an older one took its place, so that it counts no longer. Raises
-        CheckpointError, with everything as it was, when none of them can be read (CheckpointStorageFailed: by the storage's fault).
-        """
+        """Let ``take`` continue from the first candidate that is not damaged. Returns it; None when there was never one. What is
+        damaged is told, and set aside when an older one took its place, so that it counts no longer. Raises CheckpointError, with
+        everything as it was, when none of them can be read (CheckpointStorageFailed: by the storage's fault)."""
         failed = CheckpointStore(self.folder, keep=1).damaged()
         for checkpoint in self.candidates():
             try:
@@ -196,10 +192,8 @@ class Origin:
         return "run again" if same else "run again with checkpoint.resume=auto"
 
     def stopped(self, last_step: Callable[[], int]) -> RayloopError:
-        """How a run ends that is asked to stop while nothing can be saved: no driver runs, or it has not begun.
-
-        ``last_step`` tells the last one on record. Preempted only when a checkpoint is there, from which the next start continues.
-        """
+        """How a run ends that is asked to stop while nothing can be saved: no driver runs, or it has not begun. ``last_step`` tells
+        the last one on record. Preempted only when a checkpoint is there, from which the next start continues."""
         try:
             return self._stopped(last_step())
         except (OSError, ConfigError) as error:
@@ -237,10 +231,8 @@ class CheckpointStore:
         return self.lineage
 
     def find(self, resume: str) -> Checkpoint | None:
-        """What to continue from: ``auto`` = the newest complete checkpoint or None, ``never`` = None, or a folder.
-
-        Raises ConfigError when a named folder holds no complete checkpoint.
-        """
+        """What to continue from: ``auto`` = the newest complete checkpoint or None, ``never`` = None, or a folder. Raises
+        ConfigError when a named folder holds no complete checkpoint."""
         if resume == "never":
             return None
         if resume != "auto":

@@ -161,8 +161,7 @@ class AlgorithmSettings(SettingsModel):
     """Trajectories per task that share a baseline. Raise it when whole groups fail or the baseline is noisy; the cost is
     proportional."""
     groups_per_step: int = Field(8, ge=1)
-    """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of
-    them."""
+    """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of them."""
     advantage: AdvantageChoice = AdvantageChoice()
     filtering: FilteringSettings = FilteringSettings()
     replay: ReplaySettings = ReplaySettings()
@@ -187,8 +186,7 @@ class WeightSyncSettings(SettingsModel):
     also perturb each group of parameters in turn and require the engines to follow; choose stop for large models in bfloat16,
     whose rounding can look like a failure. warn: as self_test, but go on; only while you look for the reason."""
     tolerance: float | None = Field(None, gt=0)
-    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known
-    reason."""
+    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known reason."""
 
 
 def _name(text: str) -> str:

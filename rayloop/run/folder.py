@@ -1,7 +1,5 @@
-"""The run folder: where one run keeps everything, and the only place that knows its layout (docs/run_folder.md).
-
-The process that starts the run acquires the folder; the driver, which may live on another node, writes into it.
-"""
+"""The run folder: where one run keeps everything, and the only place that knows its layout (docs/run_folder.md). The process that
+starts the run acquires the folder; the driver, which may live on another node, writes into it."""
 
 from __future__ import annotations
 
@@ -52,11 +50,9 @@ class RunFolder:
 
     @contextmanager
     def acquired(self, resume: str = "auto") -> Iterator[RunFolder]:
-        """Make the layout and hold the lock. ``resume`` is ``checkpoint.resume``: auto, never, or a checkpoint folder.
-
-        Raises RunNameInUse when another live process holds the folder, and, with ``never``, when it holds a run; ConfigError when
-        it cannot be made; StorageFailed when it cannot be written.
-        """
+        """Make the layout and hold the lock. ``resume`` is ``checkpoint.resume``: auto, never, or a checkpoint folder. Raises
+        RunNameInUse when another live process holds the folder, and, with ``never``, when it holds a run; ConfigError when it
+        cannot be made; StorageFailed when it cannot be written."""
         make_folder(self.path, "output=FOLDER")
         try:
             with needed(self.lock.path):
@@ -97,10 +93,8 @@ class RunFolder:
         write_whole(self.path / "replay_buffer_stats.json", (encode(found) + "\n").encode(), durable=False)
 
     def truncate_after(self, step: int) -> int:
-        """After a restore: move what was recorded of later steps aside, so that no step is on record twice.
-
-        Metrics go to ``metrics.jsonl.attempt-K``, rollout files get the suffix. Returns the metrics records moved.
-        """
+        """After a restore: move what was recorded of later steps aside, so that no step is on record twice. Metrics go to
+        ``metrics.jsonl.attempt-K``, rollout files get the suffix. Returns the metrics records moved."""
         with needed(self.path):
             moved = self.metrics.split(lambda record: int(record.get("step", 0)) <= step, _aside(self.metrics.path))
             self.rollouts.set_aside_after(step)

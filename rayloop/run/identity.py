@@ -1,8 +1,6 @@
-"""Whether a checkpoint fits the run that wants to continue it, found out before anything starts. No torch, no ray.
-
-A checkpoint's marker (rayloop/run/checkpoint.py) carries, as plain JSON, what ``about`` describes: the schema version, hashes
-of the model's files and the whole configuration.
-"""
+"""Whether a checkpoint fits the run that wants to continue it, found out before anything starts. No torch, no ray. A checkpoint's
+marker (rayloop/run/checkpoint.py) carries, as plain JSON, what ``about`` describes: the schema version, hashes of the model's files
+and the whole configuration."""
 
 from __future__ import annotations
 
@@ -17,10 +15,8 @@ from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 
 SCHEMA, READ = 3, (2, 3)
-"""Of a checkpoint: what its marker carries, and what its files hold. ``SCHEMA`` is written, those of ``READ`` are read.
-
-1: the driver's part was a pickle of classes (driver.pkl). 2: it is plain data. 3: so are the trainer's index and random states.
-"""
+"""Of a checkpoint: what its marker carries, and what its files hold. ``SCHEMA`` is written, those of ``READ`` are read. 1: the
+driver's part was a pickle of classes (driver.pkl). 2: it is plain data. 3: so are the trainer's index and random states."""
 _READ = " and ".join(map(str, READ))
 
 FILES = {

@@ -1,6 +1,5 @@
 """Settings of what happens around the steps of a run (checkpoints, evaluation, reports, recovery, preemption), and the order of all
-durations. No torch, no ray.
-"""
+durations. No torch, no ray."""
 
 from __future__ import annotations
 

@@ -199,11 +199,9 @@ def in_order(count: int, wanted: Mapping[str, int]) -> list[str | None]:
 
 
 def stratified(strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: Mapping[str, int], seed: int) -> list[str | None]:
-    """The split of each row, at random: each stratum in the same shares, no group in two splits; None for rows left over.
-
-    A whole group goes to the split that lacks most of the group's strata, relative to its target (after Sechidis et al., 2011), so
-    split sizes are exact up to a group's size. Raises ConfigError when more rows are wanted than there are.
-    """
+    """The split of each row, at random: each stratum in the same shares, no group in two splits; None for rows left over. A whole
+    group goes to the split that lacks most of the group's strata, relative to its target (after Sechidis et al., 2011), so split
+    sizes are exact up to a group's size. Raises ConfigError when more rows are wanted than there are."""
     count, total = len(strata), sum(wanted.values())
     if total > count:
         raise ConfigError(f"{total} rows are wanted for {', '.join(wanted)}, and there are {count}")
@@ -320,7 +318,6 @@ def _plain(data: bytes, where: str) -> bytes:
 
 def fractions(box: Any, kind: str, width: int, height: int, where: str) -> list[float]:
     """Corners [x1, y1, x2, y2] as fractions of an image of ``width`` x ``height`` pixels; ``kind`` as in ``ColumnMap.boxes``.
-
     Raises DataFailure for other values: nothing is guessed, and nothing moved into the image."""
     try:
         a, b, c, d = map(float, () if isinstance(box, str) else box)

@@ -22,11 +22,9 @@ HELD = 10_000
 
 
 class JsonLines:
-    """A file of records, each with ``schema_version`` and ``time`` (Unix seconds). One process writes it.
-
-    The file is opened at the first ``append``; a line that a killed process left unfinished is removed then. Storage that is full,
-    read-only or away costs nothing but time: what it refuses is written with the next record that it takes.
-    """
+    """A file of records, each with ``schema_version`` and ``time`` (Unix seconds). One process writes it. The file is opened at the
+    first ``append``; a line that a killed process left unfinished is removed then. Storage that is full, read-only or away costs
+    nothing but time: what it refuses is written with the next record that it takes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,10 +90,8 @@ class JsonLines:
         return [json.loads(line) for line in lines], offset + len(whole[0]) + len(whole[1])
 
     def split(self, keep: Callable[[Mapping[str, Any]], bool], aside: Path) -> int:
-        """Move the records that ``keep`` refuses to the file ``aside``; returns their number.
-
-        A crash in between leaves them in both files, never in none.
-        """
+        """Move the records that ``keep`` refuses to the file ``aside``; returns their number. A crash in between leaves them in
+        both files, never in none."""
         self.close()
         records = list(self)
         dropped = [record for record in records if not keep(record)]

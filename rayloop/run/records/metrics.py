@@ -1,8 +1,5 @@
-"""Every metric's name, unit and meaning, once. Names are verl's where they mean the same thing.
-
-Producers write plain strings; ``validate`` finds names that are missing here. ``<...>`` in a name stands for any text.
-docs/metrics.md is made from the table.
-"""
+"""Every metric's name, unit and meaning, once. Names are verl's where they mean the same thing. Producers write plain strings;
+``validate`` finds names that are missing here. ``<...>`` in a name stands for any text. docs/metrics.md is made from the table."""
 
 from __future__ import annotations
 
@@ -176,10 +173,8 @@ def validate(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def prometheus(name: str) -> tuple[Metric, dict[str, str]]:
-    """The row of a metric, and its labels: all that metrics of the same Prometheus name have, "" for those this one lacks.
-
-    Of several rows that fit, the one with the longest fixed text. A name that is not in the table is its own row.
-    """
+    """The row of a metric, and its labels: all that metrics of the same Prometheus name have, "" for those this one lacks. Of
+    several rows that fit, the one with the longest fixed text. A name that is not in the table is its own row."""
     fits = [(row, found.groupdict()) for row, pattern in _patterns().items() if (found := pattern.fullmatch(name))]
     row, labels = max(fits, key=lambda fit: len(_PART.sub("", fit[0].name)), default=(Metric(name, "1", ""), {}))
     return row, {label: labels.get(label, "") for label in _labels(row.prometheus)}
