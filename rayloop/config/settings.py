@@ -55,9 +55,8 @@ LocalPath = Annotated[str, AfterValidator(_local)]
 
 @dataclass(frozen=True)
 class Role:
-    """What a component must be where it is used: ``source: Annotated[Component, Role(...)]``. ``methods``: what its class must
-    have. ``function``: called with a plain function and its dotted name, raises ConfigError for one that cannot serve; None where
-    only classes can."""
+    """The demands on a component: ``Annotated[Component, Role(...)]``. ``methods``: its class has them. ``function`` receives a
+    plain function and its dotted name and raises ConfigError for a wrong one; None: classes only."""
 
     name: str
     methods: tuple[str, ...]
@@ -224,8 +223,7 @@ S = TypeVar("S", bound=SettingsModel)
 
 def load(path: Path, overrides: Sequence[str], model: type[S], over: Sequence[Path] = ()) -> S:
     """Read ``path`` (and what it ``extends``), lay files ``over`` it, apply ``key.sub=value`` overrides, validate as ``model``.
-    Raises ConfigError that lists every problem with file and line. Paths inside the configuration are left as written (see
-    ``local_path``). Components are checked by ``check_components``, since that imports them."""
+    Paths and components stay as written. Raises ConfigError that lists every problem with file and line."""
     data, source = read(path, overrides, over)
     try:
         settings = model.model_validate(data)
@@ -261,9 +259,8 @@ def components(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyP
 
 
 def dump(settings: SettingsModel, *, expand_components: bool = False) -> str:
-    """The configuration with every default written out, as YAML that loads to an equal object. With ``expand_components`` the
-    defaults of each component's own settings appear under its ``with`` as well, which describes the same run. Raises ConfigError
-    when a component cannot be loaded."""
+    """The configuration with every default, as YAML that loads to an equal object. ``expand_components`` writes the defaults of
+    each component under its ``with`` too. Raises ConfigError when a component cannot be loaded."""
     data = settings.model_dump(mode="json", by_alias=True)
     if expand_components:
         check_components(settings)
@@ -277,9 +274,8 @@ def dump(settings: SettingsModel, *, expand_components: bool = False) -> str:
 
 
 def local_path(text: str) -> Path:
-    """A path of the configuration as an absolute one. ``~`` is the home folder. Relative paths are relative to the current
-    directory of the process that reads the configuration, like every path on a command line, and not to the YAML file: a preset
-    that extends another from elsewhere keeps its meaning."""
+    """A path of the configuration as an absolute one; ``~`` is the home folder. Relative paths start at the current directory of
+    the process that reads the configuration, not at the YAML file."""
     return Path(text).expanduser().absolute()
 
 

@@ -58,9 +58,8 @@ def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bool = True) -> None:
-    """Replace a file: a reader sees the old content or the new one, on a shared file system too, and never a part. ``mode`` is the
-    file's whatever the umask is. With ``durable`` it is on the disk when this returns; without, a crash of the machine may lose it.
-    Raises OSError, with the old content still there."""
+    """Replace a file: a reader sees the old content or the new one, never a part. ``mode`` overrides the umask. ``durable``: it is
+    on the disk when this returns. Raises OSError, with the old content still there."""
     aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with open(aside, "wb") as file:

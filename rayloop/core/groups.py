@@ -78,9 +78,8 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A trajectory within its group, as the driver holds it. ``payload`` and ``reference`` are opaque references. ``reference``
-    stands for the reference policy's log-probs [sampled_tokens] float32. ``replayed`` marks a stored success that took a fresh
-    member's place (ARPO); it is not in the ledger."""
+    """A trajectory within its group. ``payload`` and ``reference`` (the reference policy's log-probs, [sampled_tokens] float32) are
+    opaque references. ``replayed``: a stored success of ARPO, which is not in the ledger."""
 
     summary: Summary
     outcome: Outcome

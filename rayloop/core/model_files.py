@@ -92,12 +92,9 @@ class Resolved:
 
 
 def resolve(path: str, revision: str | None = None, *, weights: bool = False) -> Resolved:
-    """The files of a model, which is a local folder or a model of the Hub at ``revision`` (a commit, tag or branch; None: main).
-
-    Configuration and tokenizer of a Hub's model are downloaded unless they are in its cache, and with ``weights`` all that loading
-    it needs. The Hub is asked once, for at most ``HUB`` seconds, which commit a name stands for; when it cannot be reached, the
-    cached commit is taken. A full commit that is in the cache asks nobody. Raises ConfigError.
-    """
+    """The files of a model: a local folder, or a model of the Hub at ``revision`` (commit, tag or branch; None: main). What the
+    cache lacks is downloaded, the weights only with ``weights``. The Hub names the commit within ``HUB`` seconds, else the cached
+    one is taken; a cached full commit needs no request. Raises ConfigError."""
     if Path(path).is_dir():
         if revision is not None:
             raise ConfigError(f"model.revision: {revision}: {path} is a folder, which has no revisions. Leave it out")

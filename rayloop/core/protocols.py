@@ -79,9 +79,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The environment's answer to one turn. ``observation`` None or ``done`` ends the episode; an observation beside ``done`` is
-    for people only (``env play``). ``error`` marks an action the environment could not use: the episode ends as ACTION_ERROR when
-    ``done`` is set, else the policy sees the observation and may correct itself."""
+    """The answer to one turn. ``observation`` None or ``done`` ends the episode. ``error``: the environment could not use the
+    action; the episode ends as ACTION_ERROR with ``done``, else the policy sees the observation."""
 
     observation: Observation | None = None
     done: bool = False
@@ -150,9 +149,8 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreContext:
-    """What a reward may depend on besides the trajectory: the step it will train, and the texts of the sampled turns. ``timeout``:
-    seconds after which scoring is given up (``reward.timeout``). ``transcript``: all that followed the prompt, with special tokens
-    and what the environment showed; None unless the source asks for it (``RewardSource``)."""
+    """What a reward may depend on besides the trajectory. ``timeout``: seconds until scoring is given up (``reward.timeout``).
+    ``transcript``: all text after the prompt, with special tokens; None unless the source asks for it."""
 
     step: int
     texts: Sequence[str]
@@ -207,9 +205,8 @@ class BoxReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainItem:
-    """One trajectory to train on: resolved payload, advantage, reference log-probs [sampled_tokens] or None. ``on_policy``: a
-    replayed sample treated as on-policy (old log-probs recomputed, correction weight 1). ``lag``: versions between its first
-    sampled token and the training step."""
+    """One trajectory to train on; reference log-probs [sampled_tokens] or None. ``on_policy``: a replayed sample whose old
+    log-probs are recomputed (weight 1). ``lag``: versions between its first sampled token and the step."""
 
     trajectory: Trajectory
     advantage: float

@@ -1,9 +1,5 @@
-"""Calling foreign, blocking code with a deadline: in a thread for one call, or in one thread for all calls of an object.
-
-Each call of ``in_thread`` gets its own daemon thread: a hung call neither exhausts a pool nor keeps the process from exiting, as
-``asyncio.to_thread`` would (its pool is joined at exit). ``CallLoop`` and what is built on it serve code that belongs to the thread
-that made it, and coroutines of one event loop.
-"""
+"""Calls of foreign, blocking code with a deadline: in a daemon thread for each call, which neither exhausts a pool nor keeps the
+process from exiting, or (``CallLoop``) in one thread for all calls of an object and its coroutines."""
 
 from __future__ import annotations
 
@@ -25,9 +21,8 @@ Result = TypeVar("Result")
 
 
 async def in_thread(function: Callable[..., Result], *args: object, timeout: float) -> Result:
-    """``function(*args)`` in a thread, awaited for at most ``timeout`` seconds. Raises DeadlineExceeded when it takes longer (the
-    thread is abandoned), and whatever ``function`` raises; an exception that is no ``Exception`` (SystemExit), and StopIteration,
-    arrive as RuntimeError."""
+    """Run ``function(*args)`` in a thread for at most ``timeout`` seconds. Raises DeadlineExceeded (the thread is abandoned), or
+    what ``function`` raises: SystemExit and StopIteration as RuntimeError."""
     answer = asked()
     return await within(timeout, answer, start(lambda: settle(answer, lambda: function(*args))))
 
@@ -117,12 +112,9 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class CallLoop:
-    """Calls that other threads ``put`` are carried out one after the other by the one thread that is in ``run``.
-
-    What returns a coroutine is awaited on an event loop, made at the first of them. From then on the thread waits for its next
-    call on that loop, so what coroutines leave running (a connection's heartbeat) goes on between calls. Plain functions are
-    never called while a loop runs: libraries such as Playwright's sync API refuse that.
-    """
+    """Carries out the calls that other threads ``put``, one after the other, in the thread that is in ``run``. Coroutines run on
+    one event loop, which goes on between calls; plain functions are never called while it runs (Playwright's sync API refuses
+    that)."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()

@@ -141,9 +141,8 @@ class Trace:
 
 
 def branches(answers: Iterable[Mapping[str, Any]]) -> list[Trace]:
-    """The traces of chat completions that were asked with ``return_token_ids`` and ``logprobs``, in their order. An answer whose
-    prompt begins with all tokens of an earlier one continues it; any other, and each further choice, begins a branch. Raises
-    DataFailure."""
+    """The traces of chat completions with ``return_token_ids`` and ``logprobs``, in order. An answer whose prompt begins with all
+    tokens of an earlier one continues it; others begin a branch. Raises DataFailure."""
     ends: list[tuple[Trace, bool]] = []  # and whether another one continues it
     for answer in answers:
         try:

@@ -1,6 +1,5 @@
-"""The words of rayloop: what a task, a trajectory, a group and an outcome are. No torch, no ray, no I/O. A trajectory has no
-prompt/response split. It is a sequence of turns; the tokens of *sampled* turns come from the policy and carry behaviour log-probs,
-all other tokens are context. Token ids are the expanded ones (n image tokens per image)."""
+"""The types of tasks and trajectories. No torch, no ray, no I/O. A trajectory is a sequence of turns: *sampled* turns carry
+behaviour log-probs, all others are context. Token ids are the expanded ones (n per image)."""
 
 from __future__ import annotations
 
@@ -58,9 +57,8 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image in a token sequence, by content. ``tokens`` image tokens stand for it in the sequence. ``grid`` is (t, h, w) in
-    patches after the processor's resize. Bytes come from ``path``, or, when ``path`` is None, from
-    ``Trajectory.image_bytes[sha256]``."""
+    """An image in a token sequence, by content. It has ``tokens`` image tokens; ``grid`` is (t, h, w) in patches after the resize.
+    Its bytes are at ``path``; with None, in ``Trajectory.image_bytes[sha256]``."""
 
     sha256: str
     width: int
@@ -103,9 +101,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). The mask removes
-    ``banned_tokens`` everywhere and ``end_tokens`` from the first ``min_tokens`` positions of a turn. ``temperature`` 0 is greedy
-    decoding (evaluation only; log-probs are then those of temperature 1)."""
+    """The policy samples ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). The mask removes
+    ``banned_tokens``, and ``end_tokens`` from a turn's first ``min_tokens``. ``temperature`` 0: greedy, log-probs at 1."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -166,12 +163,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A run of tokens: sampled by the policy (``logprobs`` set) or context (prompt, observation, closing tokens).
-
-    ``restart``: nothing before it is seen from here on; it has itself what is left of that, the policy's own turns as context.
-    ``executed``: of a sampled turn, whether the environment carried out the action in it (True), or could not (False). None: it
-    was an answer, or nobody says.
-    """
+    """A run of tokens: sampled by the policy (``logprobs`` set) or context. ``restart``: nothing before it is seen from here on.
+    ``executed``: whether the environment carried out a sampled turn's action; None: unknown, or an answer."""
 
     role: str
     token_ids: TokenIds
@@ -212,9 +205,8 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class FlatTrajectory:
-    """A trajectory as aligned arrays. All have length T. token_ids [T] int64; loss_mask [T] bool, True = sampled by the policy;
-    behaviour_logprobs [T] float32, 0 where not sampled; turn_position [T] int32, index of a sampled token within its turn (for
-    ``min_tokens``), -1 elsewhere."""
+    """A trajectory as arrays of length T: token_ids int64; loss_mask bool, True = sampled by the policy; behaviour_logprobs
+    float32, 0 where not sampled; turn_position int32, index within the sampled turn, -1 elsewhere."""
 
     token_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]

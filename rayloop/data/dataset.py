@@ -41,9 +41,8 @@ class Reader(Protocol):
 
 
 class Dataset:
-    """The tasks of one file, read when made; images are not opened. ``quarantine`` receives every row left out. Rows may name one
-    of ``kinds`` of environment, if there are any. Raises ConfigError when the file is missing, no row is left, two rows share an
-    id, or one names another kind; with ``strict`` DataFailure at the first bad row."""
+    """The tasks of one file, without images. ``quarantine`` receives each bad row; with ``strict`` the first raises DataFailure.
+    Raises ConfigError when no row is left, ids are equal, or a row names an environment outside ``kinds``."""
 
     def __init__(
         self, path: str | Path, reader: Reader, strict: bool, quarantine: Callable[[DataFailure], None], kinds: Collection[str] = ()

@@ -46,12 +46,9 @@ class ImageGeometry:
 
 
 def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, int, int]:
-    """The encoded bytes of an intact image, its width and height in pixels (EXIF orientation applied).
-
-    The header is read first: an image of more than ``limit_pixels`` is refused before any pixel is decoded. Raises DataFailure
-    (missing, unreadable, truncated, not PNG/JPEG/WebP), its subclass ImageRefused (too many pixels, aspect ratio above 200) and
-    InfrastructureFailure (the file system failed, not the file).
-    """
+    """The encoded bytes of an intact image, its width and height in pixels (EXIF applied). Above ``limit_pixels`` nothing is
+    decoded. Raises DataFailure (missing, truncated, not PNG/JPEG/WebP), ImageRefused (too many pixels, aspect ratio above 200), and
+    InfrastructureFailure when the file system failed."""
     name = source.path or "image bytes"
     data = read(source)
     try:

@@ -116,9 +116,8 @@ def _own(marker: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What one start of a run continues from, at its beginning and whenever its policy or its driver is replaced. ``folder`` is
-    that of its checkpoints, ``resume`` what its configuration names, and ``since`` how many lineages had begun before this start:
-    what a later one has saved goes before what is named. ``fence`` tells whether the run still is this start's."""
+    """What one start of a run continues from. ``since``: how many lineages had begun before it; a checkpoint of a later lineage
+    goes before ``resume``. ``fence`` shows whether the run still is this start's."""
 
     folder: Path
     resume: str
@@ -155,9 +154,8 @@ class Origin:
         return ours
 
     async def restore(self, take: Callable[[Checkpoint], Awaitable[None]], emit: Emit) -> Checkpoint | None:
-        """Let ``take`` continue from the first candidate that is not damaged. Returns it; None when there was never one. What is
-        damaged is told, and set aside when an older one took its place, so that it counts no longer. Raises CheckpointError, with
-        everything as it was, when none of them can be read (CheckpointStorageFailed: by the storage's fault)."""
+        """Let ``take`` continue from the first candidate that is not damaged; None when there was none. Damaged ones are reported
+        and set aside once an older one took over. Raises CheckpointError when none can be read."""
         failed = CheckpointStore(self.folder, keep=1).damaged()
         for checkpoint in self.candidates():
             try:
@@ -268,12 +266,9 @@ class CheckpointStore:
         self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[Mapping[str, Checksum] | None]],
         about: Mapping[str, Any] = NOTHING, *, best: bool = False,
     ) -> Checkpoint:  # fmt: skip
-        """Write a checkpoint and prune old ones. ``about`` goes into the marker. The ``best`` is kept until a better one is saved.
-
-        ``save_trainer`` writes into the folder that it is given, and returns the sum of each file by name; None: of what is there.
-        Raises CheckpointError (CheckpointStorageFailed: the storage refused), with the bytes at stake, unless it is complete, and
-        RunTaken; nothing half-done stays.
-        """
+        """Write a checkpoint and prune old ones; the ``best`` stays until a better one is saved. ``save_trainer`` writes into its
+        folder and returns each file's checksum (None: computed here). Raises CheckpointError (CheckpointStorageFailed), with
+        nothing half-done left, and RunTaken."""
         aside = self.folder / f"step_{step:06d}.{self.lineage}{ASIDE}"
         try:
             final = unused(self.folder / f"step_{step:06d}")

@@ -54,9 +54,8 @@ class DataSettings(SettingsModel):
     """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...); name one of your own for
     other rows."""
     order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None
-    """Which rows come first. None: a new order in each epoch, from the seed. file: that of the file, in each epoch. A curriculum
-    names those of the first epoch, as ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or
-    ``rayloop.run.order:BySolveRate``: set it when most rows are too hard at first."""
+    """Which rows come first. None: a new order in each epoch, from the seed. file: that of the file. A curriculum for the first
+    epoch: ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or ``rayloop.run.order:BySolveRate``."""
     strict: bool = False
     """Stop at the first bad row or image instead of quarantining it: for data that you believe to be clean."""
 
@@ -123,9 +122,8 @@ class EnvironmentSettings(RoleSettings):
     own in the column ``environment``; a row without is played in ``episode.environment``. Empty: that column means nothing."""
     placement: Placement = Placement(num_cpus=0.5)
     episodes_at_once: int | None = Field(None, ge=1)
-    """Episodes that one actor plays at once; the others wait in it, which counts for ``episode_timeout``. A group with more
-    members is split over the actors. None: all that the actor is given. Set it where an episode needs memory or cores of its own
-    (browsers, desktops); with 1 an episode that ends its actor takes no other one with it."""
+    """Episodes that one actor plays at once; more of a group go to other actors. None: all that it is given. Set it where an
+    episode needs memory or cores of its own (browsers, desktops)."""
     attempts: int = Field(3, ge=1)
     """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
     group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""
@@ -182,9 +180,8 @@ class WeightSyncSettings(SettingsModel):
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over synced weights. Raise it for large models over slow networks."""
     logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
-    """The log-prob check at the start. stop: the run ends when engines and trainer disagree about the same weights. self_test:
-    also perturb each group of parameters in turn and require the engines to follow; choose stop for large models in bfloat16,
-    whose rounding can look like a failure. warn: as self_test, but go on; only while you look for the reason."""
+    """The log-prob check at the start. stop: the run ends when engines and trainer disagree. self_test: also perturb each group of
+    parameters (not for large bfloat16 models). warn: as self_test, but go on."""
     tolerance: float | None = Field(None, gt=0)
     """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known reason."""
 

@@ -50,9 +50,8 @@ class RunFolder:
 
     @contextmanager
     def acquired(self, resume: str = "auto") -> Iterator[RunFolder]:
-        """Make the layout and hold the lock. ``resume`` is ``checkpoint.resume``: auto, never, or a checkpoint folder. Raises
-        RunNameInUse when another live process holds the folder, and, with ``never``, when it holds a run; ConfigError when it
-        cannot be made; StorageFailed when it cannot be written."""
+        """Make the layout and hold the lock. ``resume``: auto, never, or a checkpoint folder. Raises RunNameInUse (a live holder;
+        with ``never`` any run), ConfigError (not possible to make) and StorageFailed (not writable)."""
         make_folder(self.path, "output=FOLDER")
         try:
             with needed(self.lock.path):
@@ -136,12 +135,9 @@ class RolloutTurn:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One line of a rollout file. ``group`` is the group number, ``versions`` the first and last that sampled.
-
-    ``reward`` and ``advantage`` are None where they do not exist, ``unscored`` then says why; ``status`` is ``kept`` or
-    why the trajectory was not trained. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``.
-    ``truth`` is the task's ground truth. ``length`` counts all tokens (expanded), ``sampled_tokens`` the policy's.
-    """
+    """One line of a rollout file. ``versions``: the first and last that sampled. ``reward`` and ``advantage`` may be None,
+    ``unscored`` then says why. ``status``: ``kept``, or why it was not trained. ``images`` (of the prompt): ``{sha256, width,
+    height, file}`` or ``path``. ``truth``: the task's ground truth. ``length``: all tokens (expanded)."""
 
     group: int
     sample: int

@@ -1,6 +1,5 @@
-"""Whether a checkpoint fits the run that wants to continue it, found out before anything starts. No torch, no ray. A checkpoint's
-marker (rayloop/run/checkpoint.py) carries, as plain JSON, what ``about`` describes: the schema version, hashes of the model's files
-and the whole configuration."""
+"""Whether a checkpoint fits the run that wants to continue it, checked before anything starts. No torch, no ray. The marker carries
+what ``about`` describes: schema version, hashes of the model's files, the configuration."""
 
 from __future__ import annotations
 

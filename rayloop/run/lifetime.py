@@ -30,9 +30,8 @@ class CheckpointSettings(SettingsModel):
     keep: int = Field(2, ge=1)
     """Complete checkpoints that stay on disk; each is the weights and the optimizer's state. Raise it to go back further."""
     resume: LocalPath = "auto"
-    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named folder is
-    what every start begins from, and what the run had quarantined is played again: name it once, after what made good rows fail
-    has been repaired (a full disk, a broken environment), and leave it out to go on with what was trained since."""
+    """auto: continue from the newest complete checkpoint; never; or the folder of a checkpoint, from which every start begins and
+    plays quarantined rows again: name it once, after the repair of a disk or environment."""
 
     @property
     def named(self) -> bool:
@@ -63,9 +62,8 @@ class EvaluationSettings(SettingsModel):
     """Rows evaluated, as many of each data source and spread over the file, always the same; None: all. Set it
     when evaluation takes longer than what it tells is worth."""
     patience: int | None = Field(None, ge=1)
-    """Evaluations in a row without a better held-out reward after which the run ends, as finished, without the controls of the last
-    step; None: never. The checkpoint of the best evaluation is saved at once and stays, as ``checkpoints/best``. Set it where more
-    steps may only overfit."""
+    """Evaluations in a row without a better held-out reward after which the run ends, as finished; None: never.
+    ``checkpoints/best`` keeps the best one's. Set it where more steps may only overfit."""
     greedy: bool = True
     """The likeliest answer instead of a sampled one: less noise, but not the policy that is trained."""
     samples: int = Field(0, ge=0)
@@ -92,9 +90,8 @@ class ReportSettings(SettingsModel):
 
 class RecoverySettings(SettingsModel):
     replacements: int = Field(12, ge=0)
-    """Times an hour that one actor (a slot of its role) may be replaced; then it waits, while others go on. The policy group may be
-    rebuilt from the last checkpoint half as often, and a driver that died be started anew a sixth as often. Raise it on machines
-    that are taken away often; 0 to see why an actor died."""
+    """Times an hour that one actor may be replaced; the policy group is rebuilt half as often, a driver restarted a sixth as often.
+    Raise it on machines that are taken away often; 0 to see why an actor died."""
     health_timeout: float = Field(30.0, gt=0)
     """Seconds an idle actor may leave a health check unanswered before it is replaced; a sixth of them lies between two checks.
     Raise it for nodes that are very busy, and when there are hundreds of actors."""
@@ -102,9 +99,8 @@ class RecoverySettings(SettingsModel):
     """Seconds for placing and starting an actor; on GPUs 1,200 with vLLM and SGLang, which compile. Raise it where nodes come late,
     and for large models on slow storage; the policy's ranks have 600 at least."""
     stall_timeout: float = Field(4500.0, gt=0)
-    """Seconds in which nothing that the driver waits for ended, before the run stops; after 30 of them a stall is reported, with
-    stacks. Above the longest single call, a step of the trainer or an episode: raise it with them (docs/choosing_settings.md has
-    the order of all durations)."""
+    """Seconds without progress after which the run stops; after 30 s a stall is reported, with stacks. Keep it above the longest
+    single call (docs/choosing_settings.md has the order of all durations)."""
 
     @property
     def policy_restarts(self) -> int:

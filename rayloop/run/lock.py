@@ -113,9 +113,8 @@ class RunLock:
         self._heart: threading.Thread | None = None
 
     def acquire(self) -> Holder | None:
-        """Take the lock; its parent folder exists. Returns the dead holder it was recovered from, if any. Waits while it cannot be
-        told whether a holder on another host lives, for ``SILENCE`` seconds at most. Raises RunNameInUse while another process
-        holds it, ConfigError when the file system does not answer."""
+        """Take the lock; its parent folder exists. Returns the dead holder if there was one; waits up to ``SILENCE`` s for a holder
+        on another host. Raises RunNameInUse, and ConfigError when the file system does not answer."""
         me, seen = Holder.this_process(), 0.0
         while True:
             with _alone(self.path) as file:

@@ -26,9 +26,8 @@ class Order(Protocol):
 
 
 class BySolveRate:
-    """First the rows that a policy sometimes solves, which teach most; then those of which nobody knows, then all others. ``rates``
-    is what an evaluation of the training rows left (``eval CONFIG --data TRAIN --samples 4 --out DIR``), or an earlier run over the
-    same rows, whose own trajectories then count."""
+    """First the rows that a policy sometimes solves, then unknown ones, then all others. ``rates``: the folder of an evaluation of
+    the training rows (``eval CONFIG --data TRAIN --samples 4 --out DIR``), or of an earlier run."""
 
     class Settings(SettingsModel):
         rates: LocalPath

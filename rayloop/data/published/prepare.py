@@ -199,9 +199,8 @@ def in_order(count: int, wanted: Mapping[str, int]) -> list[str | None]:
 
 
 def stratified(strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: Mapping[str, int], seed: int) -> list[str | None]:
-    """The split of each row, at random: each stratum in the same shares, no group in two splits; None for rows left over. A whole
-    group goes to the split that lacks most of the group's strata, relative to its target (after Sechidis et al., 2011), so split
-    sizes are exact up to a group's size. Raises ConfigError when more rows are wanted than there are."""
+    """The split of each row, None for rows left over: strata in equal shares, no group in two splits. A whole group goes to the
+    split that lacks most of its strata (Sechidis et al., 2011). Raises ConfigError when rows are too few."""
     count, total = len(strata), sum(wanted.values())
     if total > count:
         raise ConfigError(f"{total} rows are wanted for {', '.join(wanted)}, and there are {count}")

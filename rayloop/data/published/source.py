@@ -30,12 +30,9 @@ class NewSplit(SettingsModel):
 
 
 class ColumnMap(SettingsModel):
-    """Where a data set is, and which of its columns is which of ours.
-
-    A column is named ``a``, ``a.b`` (key ``b`` of a mapping or of JSON text in ``a``; a number counts in a list), or by a text with
-    such names in braces, such as ``"{@split}/png/{imgname}"``; of several the first that a row has counts. ``@split``, ``@file``
-    (the file's name without its suffix) and ``@index`` (in the split) can be named like columns.
-    """
+    """Where a data set is, and its columns. A column is ``a``, ``a.b`` (a key or list index in ``a``, which may be JSON text), or a
+    text with such names in braces; of several the first that a row has counts. ``@split``, ``@file`` (without suffix) and
+    ``@index`` are columns too."""
 
     hub: str = ""
     """Name on the Hugging Face Hub (owner/name). Empty: it is not there, or nobody has looked, and ``--from`` is needed."""

@@ -22,9 +22,8 @@ HELD = 10_000
 
 
 class JsonLines:
-    """A file of records, each with ``schema_version`` and ``time`` (Unix seconds). One process writes it. The file is opened at the
-    first ``append``; a line that a killed process left unfinished is removed then. Storage that is full, read-only or away costs
-    nothing but time: what it refuses is written with the next record that it takes."""
+    """A file of records with ``schema_version`` and ``time`` (Unix seconds), written by one process. The first ``append`` removes
+    an unfinished line. What the storage refuses is written with the next record that it takes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -16,12 +16,9 @@ from rayloop.measure.intervals import calibration_error
 
 @dataclass(frozen=True)
 class Collected:
-    """What a step is about: the ``groups`` it trains on (request order), and what happened since the step before.
-
-    ``finished``: the groups that ended, as they were after the filters. ``dropped``: how many trajectories became stale or
-    surplus, by ``state/source``. ``acceptance``: the share that survives the filters, as an exponential average. ``replay``:
-    what the replay buffer holds (``ReplayBuffer.stats``), empty when it is off.
-    """
+    """The ``groups`` a step trains on (request order), and what happened since the last step. ``finished``: groups after the
+    filters. ``dropped``: stale or surplus trajectories by ``state/source``. ``acceptance``: share that survives the filters
+    (exponential average). ``replay``: ``ReplayBuffer.stats``, empty when off."""
 
     groups: tuple[Group, ...]
     finished: tuple[Group, ...] = ()
