@@ -84,13 +84,9 @@ class NoSettings(SettingsModel):
 
 
 class Component(SettingsModel):
-    """A part of a recipe: ``{use: package.module:Class, with: {...}}``.
-
-    The class has a nested ``Settings`` class, which validates ``with``, and takes an instance of it as only argument; one that has
-    nothing to set has neither. Where the
-    documentation says so, a plain function will do; ``with`` is then passed to it as keyword arguments. ``package.module`` may
-    also be a file: ``path/to/file.py:name``, relative to the current directory.
-    """
+    """A part of a recipe: ``{use: package.module:Class, with: {...}}``, or ``path/to/file.py:name``. The class takes an instance of
+    its nested ``Settings``, which validates ``with``, or nothing. A function takes ``with`` as keyword arguments, where functions
+    are allowed."""
 
     use: str
     """Where it is: ``package.module:Name``, found in the current directory too."""
@@ -110,8 +106,7 @@ class Component(SettingsModel):
         return found
 
     def settings_class(self) -> type[BaseModel] | None:
-        """What validates ``with``: the nested Settings of a class, NoSettings where it has none, None for a function. Raises
-        ConfigError."""
+        """The class that validates ``with``: a class's Settings, else NoSettings; None for a function. Raises ConfigError."""
         found = self.resolve()
         if not isinstance(found, type):
             return None
@@ -137,8 +132,7 @@ class Component(SettingsModel):
         return None
 
     def build(self) -> Any:
-        """An instance made from the validated settings, or the function with its keyword arguments. Raises ConfigError,
-        pydantic.ValidationError."""
+        """An instance with its settings, or the function with its arguments. Raises ConfigError, pydantic.ValidationError."""
         found, options = self.resolve(), self.options()
         if isinstance(options, NoSettings):
             return found()
@@ -274,8 +268,7 @@ def dump(settings: SettingsModel, *, expand_components: bool = False) -> str:
 
 
 def local_path(text: str) -> Path:
-    """A path of the configuration as an absolute one; ``~`` is the home folder. Relative paths start at the current directory of
-    the process that reads the configuration, not at the YAML file."""
+    """A path of the configuration as an absolute one, from the current directory of this process; ``~`` is the home folder."""
     return Path(text).expanduser().absolute()
 
 

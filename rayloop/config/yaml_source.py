@@ -1,10 +1,6 @@
-"""Reading YAML so that every value knows where it was written: file and line, or the command line.
-
-Three layers make one configuration: the file named by ``extends`` (and its own base), the file itself, then overrides.
-Mappings merge key by key; lists and scalars are replaced. Where a layer changes ``kind`` or ``use``, the mapping it
-stands in starts afresh, since the keys of another choice would be unknown to it. Scalars follow YAML 1.2: ``on`` and
-``no`` are texts, ``1e-6`` is a number. Environment variables are not expanded.
-"""
+"""YAML with the place of every value: file and line, or command line. Layers: the file that is ``extended``, the file, overrides.
+Mappings merge by key; lists and scalars are replaced, and a mapping with another ``kind`` or ``use`` starts afresh. Scalars follow
+YAML 1.2."""
 
 from __future__ import annotations
 

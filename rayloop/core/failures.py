@@ -155,8 +155,7 @@ class EnvironmentFailed(InfrastructureFailure):
 
 
 class EnvironmentHung(EnvironmentFailed):
-    """A call of an environment outlived its deadline; its process must end. ``contained``: it was a process of its own
-    (``isolation: process``), and has ended."""
+    """An environment's call outlived its deadline. ``contained``: it ran in a process of its own, which has ended."""
 
     def __init__(self, why: str, contained: bool = False) -> None:
         super().__init__(why)
@@ -164,8 +163,7 @@ class EnvironmentHung(EnvironmentFailed):
 
 
 class ToolDeadline(RayloopError):
-    """Raised by an environment's ``step``: the policy's action outlived the tool's deadline. The episode ends as ``tool_deadline``
-    with the failing value."""
+    """An environment's ``step`` raises it when the policy's action outlived the tool's deadline; the episode ends with it."""
 
 
 class WorkerStartFailed(RayloopError):

@@ -1,5 +1,4 @@
-"""Files that are there whole or not at all, files that hold what was written into them, and files that nobody else may have made,
-changed or read: keys, tokens, addresses."""
+"""Files that are written whole or not at all, files with checksums, and files that no other user may have made or read."""
 
 from __future__ import annotations
 
@@ -120,8 +119,7 @@ def unused(path: Path) -> Path:
 
 
 def kind_of(*errors: BaseException) -> type[CheckpointError]:
-    """Of what ended the work on a checkpoint: CheckpointStorageFailed when the storage refused, which is not that a file is missing
-    or holds something else."""
+    """CheckpointStorageFailed when the storage refused, else CheckpointError (a file is missing or holds something else)."""
     return CheckpointStorageFailed if any(map(_refused, errors)) else CheckpointError
 
 

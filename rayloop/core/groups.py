@@ -28,8 +28,7 @@ class UnscoredKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward: ``value`` is trained on, ``components`` are logged, ``flags`` name what the policy did wrong. ``trace``: the
-    traceback of a grader that raised."""
+    """A reward: its value, logged ``components``, ``flags`` for the policy's faults, and the traceback of a grader that raised."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)

@@ -92,8 +92,7 @@ class DriftUnknown(Event, by="cluster/loop/weight_sync.py"):
 
 
 class BroadcastFailedEvent(Event, by="cluster/loop/weight_sync.py"):
-    """The broadcast of this version failed, and it went through the object store. To do: if it comes again, check the ranks'
-    network."""
+    """The broadcast failed; the version went through the object store. To do: if it comes again, check the ranks' network."""
 
     version: str
     """`lineage.step`."""

@@ -99,8 +99,7 @@ class Ledger:
         return again
 
     def counts(self) -> dict[str, int]:
-        """``issued``, ``in_flight``, ``ready``, ``trained``, every other final state met (``filtered[all_wrong]``). ``attempts``
-        and ``replayed`` stand outside the balance."""
+        """The counts by state (``filtered[all_wrong]``); ``attempts`` and ``replayed`` stand outside the balance."""
         live = Counter(self._live.values())
         counts = {"issued": self._issued, **{str(state): live[state] for state in LIVE}, str(TrajectoryState.TRAINED): 0}
         counts |= dict(sorted(self._final.items()))

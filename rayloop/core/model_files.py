@@ -29,8 +29,7 @@ TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetenso
 
 
 def unsupported(kind: str, vision: bool, text: Mapping[str, Any]) -> str:
-    """Why a model cannot be trained here; "" when it can. ``kind``: its model_type; ``vision``: whether it sees images; ``text``:
-    the configuration of its language model."""
+    """Why a model of this model_type cannot be trained; "" when it can. ``text``: the configuration of its language model."""
     if experts := max(int(text.get(name) or 0) for name in EXPERTS):
         return (
             f"{kind} is a mixture of {experts} experts, one tensor here and many in its checkpoint: they cannot be published. "
@@ -92,9 +91,8 @@ class Resolved:
 
 
 def resolve(path: str, revision: str | None = None, *, weights: bool = False) -> Resolved:
-    """The files of a model: a local folder, or a model of the Hub at ``revision`` (commit, tag or branch; None: main). What the
-    cache lacks is downloaded, the weights only with ``weights``. The Hub names the commit within ``HUB`` seconds, else the cached
-    one is taken; a cached full commit needs no request. Raises ConfigError."""
+    """The files of a model: a local folder, or a model of the Hub at ``revision`` (commit, tag, branch; None: main), downloaded if
+    the cache lacks it. Without an answer of the Hub the cached commit is taken. Raises ConfigError."""
     if Path(path).is_dir():
         if revision is not None:
             raise ConfigError(f"model.revision: {revision}: {path} is a folder, which has no revisions. Leave it out")
@@ -154,8 +152,7 @@ def _asked(path: str, revision: str | None) -> tuple[str | None, str]:
 
 
 def _cached(path: str, revision: str | None) -> Resolved | None:
-    """The snapshot in the Hub's cache, when it has a configuration and a tokenizer: a program that asked for the first alone may
-    have left it there."""
+    """The snapshot in the Hub's cache, if it has a configuration and a tokenizer; other programs may have left a part."""
     from huggingface_hub import snapshot_download
 
     try:

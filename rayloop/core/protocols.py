@@ -129,13 +129,9 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A function the policy may call. ``parameters`` is a JSON schema of its arguments, ``description`` is for the policy.
-
-    It runs in a thread under the environment's ``tool_timeout``. One that does not return leaves its thread behind, since Python
-    cannot end threads; with eight of them the actor is replaced. Tools that may run for long (an interpreter)
-    are better subprocesses, which can be killed. What it needs and the policy did not choose (files, a service) is fetched in
-    ``reset``: under ``tool_timeout`` a file system that hangs would be the policy's doing.
-    """
+    """A function the policy may call; ``parameters`` is a JSON schema. It runs in a thread under the environment's
+    ``tool_timeout``; eight threads that hang replace the actor, so tools that may run for long are better subprocesses. Fetch files
+    and services in ``reset``: the deadline is the policy's."""
 
     @property
     def name(self) -> str: ...
@@ -159,28 +155,19 @@ class ScoreContext:
 
 
 class RewardSource(Protocol):
-    """Judges finished episodes. Raising means the grader failed, not the policy: the trajectory is left out, unless
-    a number as ``reward.on_error`` was asked for (docs/rewards.md).
-
-    ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost and ConfigError end the run. A source
-    may declare what is a failure of something around it, as for a client of a judge: ``infrastructure = True`` (a class attribute)
-    for whatever it raises, or a tuple of exception types. Raising such twice is ``reward_unavailable``, never a number. One that
-    reads what the policy was shown, too, has a true attribute ``transcript``.
-    """
+    """Judges finished episodes; ``score`` may be a coroutine function. Raising means the grader failed: the trajectory is left out,
+    or gets ``reward.on_error`` (docs/rewards.md). RewardLost and ConfigError end the run. ``infrastructure``: True, or the
+    exception types that are a failure of something around it; two of them are ``reward_unavailable``. A true attribute
+    ``transcript`` asks for all that the policy was shown."""
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]: ...
 
 
 class GroupRewardSource(Protocol):
-    """Judges the trajectories of a group together (``reward.per: group``): rankings, pairwise judges, diversity.
-
-    It is called once per group, when all its episodes have ended, with those that have something to score: not with episodes that
-    could not be played, whose payloads are lost, or that ended as ``tool_deadline``. There may be fewer than the group's size, but
-    at least one; they are in the order of their samples, and so are ``contexts`` and the outcomes, one for each. What it raises
-    concerns all of them, as in ``RewardSource``; another number of outcomes counts as raising.
-
-    One that is alone (a held-out answer) is given to ``score`` instead, where the source has that too.
-    """
+    """Judges the trajectories of a group together (``reward.per: group``), once all its episodes have ended. It receives those that
+    can be scored, at least one, in the order of their samples, and returns one outcome for each. An error concerns all of them, as
+    in ``RewardSource``; so does another number of outcomes. A single one (a held-out answer) is given to ``score``, where the
+    source has that."""
 
     def score_group(
         self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]

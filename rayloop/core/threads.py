@@ -28,8 +28,7 @@ async def in_thread(function: Callable[..., Result], *args: object, timeout: flo
 
 
 def call_within(timeout: float, function: Callable[..., Result], /, *args: object, **options: object) -> Result:
-    """``function(*args, **options)`` in a thread, waited for by this one for at most ``timeout`` seconds. Raises as ``in_thread``
-    does."""
+    """Run ``function`` in a thread, waited for by this one for at most ``timeout`` seconds. Raises as ``in_thread``."""
     answer = asked()
     thread = start(lambda: settle(answer, lambda: function(*args, **options)))
     if not wait({answer}, timeout).done:
@@ -44,8 +43,7 @@ _abandoned: set[threading.Thread] = set()
 
 
 def hanging() -> int:
-    """Threads of this process that were given up at their deadline and still run. Python cannot end a thread: only the
-    process's end does."""
+    """The number of threads that were given up at their deadline and still run. Only the process's end ends them."""
     _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
     return len(_abandoned)
 
@@ -85,8 +83,7 @@ def contained(work: Callable[[], Result]) -> Result:
 
 
 async def within(timeout: float, answer: Future[Any], thread: threading.Thread) -> Any:
-    """The answer that ``thread`` will give, awaited for at most ``timeout`` seconds. Raises as ``in_thread`` does. Many may wait
-    for one answer, each within its own time."""
+    """Await the answer of ``thread`` for at most ``timeout`` seconds; others may wait for it too. Raises as ``in_thread``."""
     if answer.done():
         return answer.result()
     future = asyncio.wrap_future(answer)
@@ -112,9 +109,8 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class CallLoop:
-    """Carries out the calls that other threads ``put``, one after the other, in the thread that is in ``run``. Coroutines run on
-    one event loop, which goes on between calls; plain functions are never called while it runs (Playwright's sync API refuses
-    that)."""
+    """Carries out the calls that other threads ``put`` in the thread that is in ``run``, one by one. Coroutines run on one event
+    loop, which goes on between calls; plain functions are never called while it runs (Playwright refuses that)."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -259,8 +255,7 @@ class Cache(Generic[K, V]):
             self.used = 0
 
     def made(self, key: K, make: Callable[[], V]) -> V:
-        """The value, made now if there is none. Who asks while another thread makes it waits, and gets what that one gets. Raises
-        what ``make`` raises; nothing is kept then."""
+        """The value, made now if there is none; threads that ask meanwhile wait for it. Raises what ``make`` raises."""
         if (value := self.get(key)) is not None:
             return value
         with self._lock:

@@ -97,8 +97,7 @@ class Trace:
         end_reason: EndReason = EndReason.DONE,
         env_result: float | None = None,
     ) -> Trajectory:
-        """The trainer's form. ``sampling`` is the endpoint's; ``image_token`` is ``Renderer.image_token``. Raises DataFailure where
-        arrays, versions or images do not agree."""
+        """The trainer's form; ``image_token`` is the renderer's. Raises DataFailure where arrays, versions or images disagree."""
         logprobs = self._checked()
         turns: list[Turn] = []
         images, at, run = iter(self.images), 0, 0

@@ -246,8 +246,7 @@ class Trajectory:
         return tuple(replace(self, turns=self.turns[start:end]) for start, end in pairwise(starts))
 
     def flatten(self) -> FlatTrajectory:
-        """Concatenate the turns, of one segment as the engine saw them. Raises ValueError when a sampled turn's log-probs and
-        tokens differ in number."""
+        """Concatenate the turns of one segment. Raises ValueError when log-probs and sampled tokens differ in number."""
         total = sum(len(turn.token_ids) for turn in self.turns)
         flat = FlatTrajectory(
             np.empty(total, np.int64), np.zeros(total, np.bool_), np.zeros(total, np.float32), np.full(total, -1, np.int32)

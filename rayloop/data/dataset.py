@@ -147,14 +147,10 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
 
 
 class ChatRows:
-    """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and most datasets of the Hub.
-
-    ``prompt`` is a text, or a list of {role, content}, possibly as a JSON string; a content may be a list of text and image parts.
-    The k-th ``<image>`` (or image part) of all contents is the k-th of the row's images (see ``image_entry``); without any, the
-    images come first in the user's first message. The id is ``id``, else that of ``extra_info`` (its id, or
-    data_source/split/index), else file:line. ``data_source`` splits the metrics. Every column, and what is in
-    ``extra_info``, is in the task's ``extra``, for rewards and environments; ``prompt`` only when it is a text.
-    """
+    """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and most datasets of the Hub. ``prompt``: a text, or a
+    list of {role, content} or its JSON. The k-th ``<image>`` (or image part) is the row's k-th image; without any, images come
+    first in the first user message. The id: ``id``, ``extra_info``'s id or data_source/split/index, or file:line. ``data_source``
+    splits the metrics. ``extra`` has every column and ``extra_info``; ``prompt`` only as a text."""
 
     class Settings(SettingsModel):
         prompt: str = "prompt"

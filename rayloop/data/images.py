@@ -46,9 +46,8 @@ class ImageGeometry:
 
 
 def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, int, int]:
-    """The encoded bytes of an intact image, its width and height in pixels (EXIF applied). Above ``limit_pixels`` nothing is
-    decoded. Raises DataFailure (missing, truncated, not PNG/JPEG/WebP), ImageRefused (too many pixels, aspect ratio above 200), and
-    InfrastructureFailure when the file system failed."""
+    """The encoded bytes of an intact image, its width and height (EXIF applied). Raises DataFailure (missing, corrupt, other
+    format), ImageRefused (too many pixels, aspect ratio above 200), InfrastructureFailure (the file system failed)."""
     name = source.path or "image bytes"
     data = read(source)
     try:
@@ -115,8 +114,7 @@ def png(image: Image.Image) -> bytes:
 def smart_resize(
     height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 14 * 14 * 4 * 1280
 ) -> tuple[int, int]:
-    """(height, width) after ``smart_resize`` of transformers' Qwen2-VL: multiples of ``factor``, area in the range. Equal by
-    test."""
+    """(height, width) as of transformers' Qwen2-VL: multiples of ``factor``, area in the range. A test compares them."""
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
         scale = math.sqrt(height * width / max_pixels)

@@ -208,8 +208,7 @@ class Origin:
 
 
 class CheckpointStore:
-    """``warn`` is told what failed when a checkpoint was already complete; the next save tries again. ``fence`` is asked before
-    anything is written or removed."""
+    """``warn`` receives what failed after a checkpoint was complete; ``fence`` is checked before every write."""
 
     def __init__(self, folder: Path, keep: int, warn: Callable[[str], None] = lambda why: None, fence: Fence = OPEN) -> None:
         self.folder, self.keep, self._warn, self._fence = folder, keep, warn, fence
@@ -229,8 +228,7 @@ class CheckpointStore:
         return self.lineage
 
     def find(self, resume: str) -> Checkpoint | None:
-        """What to continue from: ``auto`` = the newest complete checkpoint or None, ``never`` = None, or a folder. Raises
-        ConfigError when a named folder holds no complete checkpoint."""
+        """The newest complete checkpoint (``auto``) or None, None (``never``), or that of a folder. Raises ConfigError."""
         if resume == "never":
             return None
         if resume != "auto":
@@ -266,9 +264,8 @@ class CheckpointStore:
         self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[Mapping[str, Checksum] | None]],
         about: Mapping[str, Any] = NOTHING, *, best: bool = False,
     ) -> Checkpoint:  # fmt: skip
-        """Write a checkpoint and prune old ones; the ``best`` stays until a better one is saved. ``save_trainer`` writes into its
-        folder and returns each file's checksum (None: computed here). Raises CheckpointError (CheckpointStorageFailed), with
-        nothing half-done left, and RunTaken."""
+        """Write a checkpoint and prune old ones except the ``best``. ``save_trainer`` writes into its folder and returns checksums
+        (None: computed here). Raises CheckpointError, with nothing half-done left, and RunTaken."""
         aside = self.folder / f"step_{step:06d}.{self.lineage}{ASIDE}"
         try:
             final = unused(self.folder / f"step_{step:06d}")

@@ -51,8 +51,7 @@ class DataSettings(SettingsModel):
     eval: LocalPath | None = None
     """Held-out rows for ``evaluation``. Without them nothing tells whether the policy learns or memorises."""
     reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.data.dataset:ChatRows")
-    """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...); name one of your own for
-    other rows."""
+    """Turns a row into a task; by default verl's columns (prompt, images, reward_model, ...). Name your own for others."""
     order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None
     """Which rows come first. None: a new order in each epoch, from the seed. file: that of the file. A curriculum for the first
     epoch: ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or ``rayloop.run.order:BySolveRate``."""
@@ -67,15 +66,13 @@ class DataSettings(SettingsModel):
 
 class SamplingSettings(SettingsModel):
     temperature: float = Field(1.0, gt=0, le=2)
-    """The policy's temperature, for sampling and for every log-prob of the trainer alike; 2 is vLLM's limit. Lower it only when
-    answers fall apart: groups then differ less."""
+    """The policy's temperature, in sampling and in the trainer's log-probs. Lower it only when answers fall apart."""
     max_tokens: int = Field(64, gt=0)
     """Sampled tokens per turn. Raise it when answers are cut (``response_length/clip_ratio``)."""
     min_tokens: int = Field(0, ge=0)
     """A turn cannot end before this many tokens. Raise it only against empty answers: it changes the policy that is trained."""
     stop: tuple[str, ...] = ()
-    """A turn ends when its text contains one of these; the text stays in the turn and is trained. For tool calls that end with
-    a tag."""
+    """A turn ends when its text contains one of these, and keeps it. For tool calls that end with a tag."""
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)
@@ -85,8 +82,7 @@ class Placement(SettingsModel):
     """What one actor of a role reserves in the Ray cluster."""
 
     num_cpus: float = Field(1.0, ge=0)
-    """Cores that Ray counts as taken; nothing enforces it, but torch takes as many threads where ``threads`` is null. Lower it
-    where a machine has few."""
+    """Cores that Ray counts as taken, and torch's threads where ``threads`` is null. Lower it where a machine has few."""
     num_gpus: float = Field(0.0, ge=0)
     """GPUs that are this actor's own. A fraction shares one GPU with other roles. Set it for engines and trainer on GPUs."""
     resources: dict[str, float] = {}
@@ -150,14 +146,12 @@ class PolicySettings(SettingsModel):
     update: UpdateSettings = UpdateSettings()
     placement: Placement = Placement()
     step_timeout: float = Field(3600.0, gt=0)
-    """Seconds for one call of the trainer (a step, a checkpoint, an export). Raise it for large steps on slow devices, with
-    ``recovery.stall_timeout``."""
+    """Seconds for one call of the trainer. Raise it for large steps, with ``recovery.stall_timeout``."""
 
 
 class AlgorithmSettings(SettingsModel):
     group_size: int = Field(8, ge=1)
-    """Trajectories per task that share a baseline. Raise it when whole groups fail or the baseline is noisy; the cost is
-    proportional."""
+    """Trajectories per task that share a baseline. Raise it when the baseline is noisy; the cost is proportional."""
     groups_per_step: int = Field(8, ge=1)
     """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of them."""
     advantage: AdvantageChoice = AdvantageChoice()
@@ -222,8 +216,7 @@ class RunConfig(SettingsModel):
     """Where metrics go besides ``metrics.jsonl`` and Prometheus, for example ``loggers: [{kind: tensorboard},
     {kind: wandb}]``. One that fails is dropped with an event; the run goes on."""
     keep_rollouts: int = Field(4, ge=0)
-    """Groups per step written to ``rollouts/`` with texts and images; 0: none. Raise it to read more of them in the report, at
-    the cost of disk."""
+    """Groups per step written to ``rollouts/`` with texts and images; 0: none. Raise it to read more of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -250,8 +243,7 @@ class RunConfig(SettingsModel):
 
     @property
     def reference_kind(self) -> Literal["none", "actor", "adapter_off"]:
-        """Where the reference's log-probs of the KL term come from: actors with the start model, or the policy without its
-        adapter."""
+        """``actor`` with the start model, or the policy without its adapter: where the reference's log-probs come from."""
         if not self.policy.loss.kl_coef:
             return "none"
         return "actor" if self.policy.engine.lora is None else "adapter_off"

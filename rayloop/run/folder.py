@@ -123,8 +123,7 @@ FORGETS = "(the oldest images leave the context)"
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """A turn after the prompt, as text. ``images`` are entries like those of ``RolloutRecord.images``, ``executed`` is
-    ``Turn``'s."""
+    """A turn after the prompt, as text, with ``images`` like those of ``RolloutRecord`` and ``Turn.executed``."""
 
     role: str
     text: str

@@ -41,8 +41,7 @@ class ResumeRefused(ConfigError):
 
 
 def pinned(config: RunConfig, checkpoint: Checkpoint | None = None) -> RunConfig:
-    """The same with the commit that a model of the Hub has now, or had when the run to continue began, as its revision: all actors
-    load that one. Raises ConfigError."""
+    """The same with the Hub's commit of now, or of the run to continue, as revision. Raises ConfigError."""
     model, then = config.model, checkpoint.about.get("config", {}).get("model", {}) if checkpoint else {}
     revision = model.revision or (then.get("revision") if then.get("path") == model.path else None)
     commit = resolve(model.path, revision).commit
@@ -101,8 +100,7 @@ def _unsaid(name: str, config: RunConfig) -> str | None:
 
 
 def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Each value of a checkpoint and of now by dotted key. Older checkpoints have other keys in place of
-    ``policy.engine.train_vision`` and ``data.order: file``."""
+    """Each value of a checkpoint and of now by dotted key; the keys of older checkpoints are translated."""
     old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
     if not old.pop("data.shuffle", True):
         old["data.order"] = "file"

@@ -1,5 +1,4 @@
-"""Settings of what happens around the steps of a run (checkpoints, evaluation, reports, recovery, preemption), and the order of all
-durations. No torch, no ray."""
+"""Settings of checkpoints, evaluation, reports, recovery and preemption, and the order of all durations. No torch, no ray."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ COMPILED = 1200.0
 
 class CheckpointSettings(SettingsModel):
     every: int = Field(10, ge=1)
-    """Steps between checkpoints; the last step is always saved. Lower it where machines may be taken away, raise it when saving
-    is slow."""
+    """Steps between checkpoints; the last is always saved. Lower it where machines may be lost, raise it when saving is slow."""
     asynchronous: bool = False
     """Training goes on while a checkpoint is written, from a copy in the memory of the ranks' machines, as large as the checkpoint.
     Turn it on where saving takes as long as steps do and that memory is there (docs/reliability.md)."""
@@ -59,8 +57,7 @@ class EvaluationSettings(SettingsModel):
     every: int = Field(0, ge=0)
     """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
     limit: int | None = Field(None, gt=0)
-    """Rows evaluated, as many of each data source and spread over the file, always the same; None: all. Set it
-    when evaluation takes longer than what it tells is worth."""
+    """Rows evaluated, evenly over sources and file, always the same; None: all. Set it when evaluation takes too long."""
     patience: int | None = Field(None, ge=1)
     """Evaluations in a row without a better held-out reward after which the run ends, as finished; None: never.
     ``checkpoints/best`` keeps the best one's. Set it where more steps may only overfit."""

@@ -1,14 +1,7 @@
-"""The lock of a run folder: one live process per run name, recovered by itself when that process is gone.
-
-``run.lock`` names its holder; an empty file means nobody. It is judged and rewritten under ``flock``, so two processes
-that start at the same moment cannot both win; where the file system knows no flock (Lustre mounted without it, some FUSE), under a
-file that only one can create. A holder on this host is looked up exactly (pid, start time and boot id);
-one on another host counts as gone when its heartbeat (the file's modification time) has stopped.
-
-A holder that was suspended (SIGSTOP, a paused machine, a partition) may wake up after it was taken for gone. ``run.fence``
-therefore counts the holders, and the drivers that one of them makes: a writer compares the number first (``Fence``), and ends when
-it is another's.
-"""
+"""The lock of a run folder: one live process per run name. ``run.lock`` names the holder and is rewritten under ``flock``, or under
+a file that only one can create. A holder on this host is looked up by pid and start time; one on another host is gone when its
+heartbeat (the file's time) has stopped. A suspended holder may wake up: a writer compares the number in ``run.fence`` first
+(``Fence``)."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
 
 
 def known(config: RunConfig) -> None:
-    """Raises ConfigError unless the model is a folder, or one of the Hub that is in the cache or can be asked for, and of a kind
-    that can be trained."""
+    """Raises ConfigError unless the model is a folder, or one of the Hub that can be had, of a kind that can be trained."""
     model = config.model.path
     if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
         raise ConfigError(

@@ -28,8 +28,7 @@ def training_rows(config: RunConfig, reporter: Reports) -> Dataset:
 
 
 def held_out_rows(config: RunConfig, reporter: Reports) -> list[Task]:
-    """``evaluation.limit`` of ``data.eval``, evenly over its sources; none when the run does not evaluate. Raises as
-    ``training_rows``."""
+    """Rows of ``data.eval``, evenly over its sources; none without evaluations. Raises as ``training_rows``."""
     if not config.evaluation.every or config.data.eval is None:
         return []
     return evenly([*_read(config.data.eval, config, reporter)], config.evaluation.limit)

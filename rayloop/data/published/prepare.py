@@ -258,8 +258,7 @@ class Pictures:
         return path, *self._sizes[path]
 
     def frames(self, entry: Any, beside: str, where: str) -> list[Any]:
-        """A video as the interpreter reads it: the path of an animated picture, or those of its frames in the folder of its name.
-        Raises DataFailure for a film (mp4, webm)."""
+        """A video: the path of an animated picture, or those of its frames. Raises DataFailure for a film (mp4, webm)."""
         found: list[Any] = []
         for one in entry if isinstance(entry, list | tuple) else (entry,):
             path = self._found(str(one), beside, where, or_folder=True)
