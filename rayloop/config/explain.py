@@ -16,19 +16,12 @@ from pydantic_core import ErrorDetails
 from rayloop.config.yaml_source import KeyPath, Source, dotted
 
 _EXPECTED = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "float_parsing": "a number",
-    "float_type": "a number",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "keys and values"),
     "string_type": "a text",
-    "model_type": "keys and values",
-    "model_attributes_type": "keys and values",
-    "dict_type": "keys and values",
 }
 
 
@@ -139,7 +132,6 @@ def _child(value: Any, element: str | int) -> Any:
 
 
 COMPONENTS = ("Component", "EnvironmentKind")
-"""Settings classes that have a ``use``."""
 
 
 def _words(detail: ErrorDetails, holder: type[BaseModel] | None, root: type[BaseModel]) -> str:

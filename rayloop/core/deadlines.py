@@ -39,7 +39,6 @@ class Waits:
 
 
 WAITS = Waits()
-"""Of this process."""
 
 
 async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T:

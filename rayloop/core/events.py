@@ -30,7 +30,6 @@ class Event:
 
 
 Emit: TypeAlias = Callable[[Event], None]
-"""Emits an event of the run."""
 
 
 class Start(Event, by="cluster/stages/train.py"):

@@ -18,13 +18,10 @@ class Cause(StrEnum):
     BUG = "bug"
     """The environment's code raised in a way that does not depend on where it runs (a TypeError, not a full disk)."""
     HUNG = "hung"
-    """A call outlived its deadline."""
     LOST = "lost"
-    """The actor that played it is gone."""
     BAD_DATA = "bad_data"
     """An image or a row cannot be used."""
     OVER_LONG = "over_long_prompt"
-    """The prompt is longer than the limit."""
 
 
 class Scope(StrEnum):

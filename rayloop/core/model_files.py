@@ -23,7 +23,6 @@ HUB = 3.0
 GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Model types whose images are grids of patches with M-RoPE positions."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""How configurations call the number of experts of a layer."""
 HUB_NAME, COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"[0-9a-f]{40}")
 TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetensors"
 

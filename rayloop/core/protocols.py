@@ -11,7 +11,6 @@ from rayloop.core.groups import Outcome
 from rayloop.core.types import Completion, ImageSource, Message, Sampling, Task, TokenPrompt, Trajectory, Version
 
 Checksums: TypeAlias = Mapping[str, Checksum]
-"""Of files that a rank wrote, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +48,18 @@ class GenerationEngine(Protocol):
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Requests with equal prompts, which come in the same moment, share prefill and image encoding."""
-        ...
 
     async def leave(self, cohort: str) -> None:
         """A member of ``cohort`` ended its episode: the engine stops waiting for it (deterministic mode)."""
-        ...
 
     async def pause(self) -> None:
         """Called before ``load``: no new batch starts; returns when no request is being decoded."""
-        ...
 
     async def resume(self) -> None:
         """Called after ``load``, in a ``finally``."""
-        ...
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
         """Replace the weights and forget cached prefixes. Raises WeightSyncError; the old version is then not served."""
-        ...
 
     def health(self) -> EngineHealth: ...
 
@@ -91,33 +85,23 @@ class StepResult:
 class Environment(Protocol):
     """One episode's world. Each method may be a coroutine function; all have a deadline (``environment.episode``).
 
-    Constructor, ``reset``, ``step``, ``evaluate`` and ``close`` of an instance run in one thread, its own, and coroutines on one
-    event loop in it; with ``isolation: process`` that is the main thread of a process of its own. So an instance may keep what
-    belongs to a thread (a database connection, a browser).
+    All methods of an instance run in its own thread (with ``isolation: process`` the main thread of a process), and coroutines
+    on one event loop in it, so it may keep a database connection or a browser. A class whose plain methods never wait may set
+    ``immediate = True`` in its own body: the actor's event loop then calls them, without a thread and without a deadline.
 
-    A class whose methods never wait may say so: ``immediate = True``, in its own body, since a class that derives from it may wait.
-    Then the actor's event loop calls them itself, which saves each episode a thread and most of its cost. Nothing else of the
-    actor runs meanwhile and no deadline can interrupt such a call: one that hangs holds up the whole actor until its calls are
-    given up. Methods are plain functions then. ``isolation: process`` takes precedence.
+    An attribute ``tools``, a sequence of Tool, is read after ``reset`` and given to the chat template; ``step`` carries out calls.
 
-    It may offer tools: an attribute ``tools``, a sequence of Tool, looked at after ``reset``. Their schemas are given to the chat
-    template; carrying out calls is the work of ``step``.
-
-    Whose fault a hang is, is the environment's to say. What the policy's action sets going (a tool, a shell, a page) belongs under
-    a deadline of its own that is shorter than ``episode.step_timeout``; ``rayloop.core.threads.call_within`` gives one to any
-    function, a subprocess has its own. When it passes, ``step`` either answers with an ``error`` that the policy sees, or raises
-    ToolDeadline: the episode ends as ``tool_deadline`` and earns the number of ``reward.on_error``, unasked. A constructor,
-    ``reset``, ``evaluate`` or ``step`` that does not return by its timeout is the environment's failure: never a reward, played
-    again elsewhere, and after ``environment.attempts`` such episodes of a group the task is quarantined.
-
-    Whatever else ``reset``, ``step`` and ``evaluate`` raise is a failure of the environment, DataFailure one of the task.
+    What the policy's action starts (a tool, a shell, a page) needs a deadline shorter than ``episode.step_timeout``, for example
+    ``rayloop.core.threads.call_within``. When it passes, ``step`` answers with an ``error``, or raises ToolDeadline: the episode
+    ends as ``tool_deadline`` with the number of ``reward.on_error``. A method that misses its own timeout is the environment's
+    failure: never a reward, played again elsewhere; after ``environment.attempts`` such episodes of a group the task is
+    quarantined. Any other exception is the environment's failure too, and DataFailure the task's.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]: ...
     def step(self, text: str) -> StepResult | Awaitable[StepResult]: ...
     def evaluate(self) -> float | Awaitable[float | None] | None:
         """The environment's own result of the finished episode, or None when only the reward source judges."""
-        ...
 
     def close(self) -> Awaitable[None] | None: ...
 
@@ -183,11 +167,9 @@ class BoxReader(Protocol):
 
     def true(self, truth: Any) -> Sequence[Box]:
         """Of the ground truth, as JSON keeps it (a tuple is a list)."""
-        ...
 
     def answered(self, text: str) -> Sequence[Box]:
         """Of the last sampled turn's text, which may be anything."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

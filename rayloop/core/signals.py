@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 STOP = (signal.SIGTERM, signal.SIGINT)
-"""What a scheduler or a person sends to end a process."""
 
 
 class StopSignals:

@@ -74,12 +74,10 @@ def contained(work: Callable[[], Result]) -> Result:
     """What ``work()`` returns or raises; an exception that is no ``Exception`` (SystemExit), and StopIteration, as RuntimeError."""
     try:
         return work()
-    except StopIteration as error:
-        raise _runtime_error(error) from error
-    except Exception:
-        raise
     except BaseException as error:
-        raise _runtime_error(error) from error
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise RuntimeError(f"raised {type(error).__name__}: {error}") from error
 
 
 async def within(timeout: float, answer: Future[Any], thread: threading.Thread) -> Any:
@@ -99,10 +97,6 @@ async def within(timeout: float, answer: Future[Any], thread: threading.Thread) 
 def _given_up(thread: threading.Thread, timeout: float) -> DeadlineExceeded:
     _abandoned.add(thread)
     return DeadlineExceeded(f"no answer within {timeout:g} seconds")
-
-
-def _runtime_error(error: BaseException) -> RuntimeError:
-    return RuntimeError(f"raised {type(error).__name__}: {error}")
 
 
 _Call = tuple[Future[Any], Callable[[], Any]]
@@ -193,7 +187,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 PLUMBING = (
-    "rayloop/config/settings.py", "rayloop/rewards/functions.py", "rayloop/rewards/functions.py", "rayloop/core/threads.py",
+    "rayloop/config/settings.py", "rayloop/rewards/functions.py", "rayloop/core/threads.py",
     "rayloop/envs/episode.py", "rayloop/envs/instance.py", "rayloop/envs/worker.py",
     "actors/reward.py", "cluster/stages/trial.py",
 )  # fmt: skip
@@ -218,7 +212,6 @@ class Cache(Generic[K, V]):
         self, limit: int, size: Callable[[V], int] = lambda value: 1, in_use: Callable[[K], bool] = lambda key: False
     ) -> None:
         self.used = 0
-        """The sum of the sizes."""
         self._limit, self._size, self._in_use = limit, size, in_use
         self._values: OrderedDict[K, V] = OrderedDict()
         self._making: dict[K, Future[V]] = {}

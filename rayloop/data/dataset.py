@@ -26,7 +26,6 @@ TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "answers", "sol
 _ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR")
 """How PNG, JPEG and WebP begin in base64."""
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF")
-"""How they begin in bytes."""
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 _LONGEST_PATH = 4096
 """Characters; Linux has no longer ones."""

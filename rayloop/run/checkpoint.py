@@ -2,20 +2,14 @@
 
     checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
         trainer/                        model, optimizer, scheduler, RNG (rayloop/engines/training/state.py)
-        driver.json                     everything the driver must know to continue (``Driver.state``), as plain values,
-        driver.safetensors              and its arrays and bytes (rayloop/run/records/plain_files.py)
-        COMPLETE                        JSON: step, lineage, size and CRC-32 of every file, and what it says of its run
-                                        (rayloop/run/identity.py); written last, then the folder is renamed
+        driver.json, driver.safetensors the driver's state: plain values, arrays and bytes (rayloop/run/records/plain_files.py)
+        COMPLETE                        JSON: step, lineage, size and CRC-32 of every file, and the run (rayloop/run/identity.py)
     checkpoints/latest                  name of the checkpoint written last
     checkpoints/best                    link to the checkpoint of the best held-out reward (``evaluation.patience``)
     checkpoints/lineage                 number of restores so far
 
-A crash at any byte leaves the previous checkpoint loadable: what is being written or removed is called ``*.tmp`` and is
-never read. A later lineage is newer whatever its steps: it began where an earlier one was given up.
-
-The sums of the trainer's files are those of the ranks, taken on the way to the disk. Who restores compares what it reads; a
-checkpoint in which a file is not as it was written is called ``*.damaged`` once an older one took its place. Sizes alone are
-compared in checkpoints from before there were sums.
+A crash leaves the previous checkpoint loadable: ``*.tmp`` is never read. A later lineage is newer whatever its steps. A restore
+compares checksums (older checkpoints: sizes) and renames a damaged checkpoint to ``*.damaged``.
 """
 
 from __future__ import annotations
@@ -253,12 +247,8 @@ class CheckpointStore:
 
     def newest_first(self) -> list[Checkpoint]:
         """The complete checkpoints: by lineage, then step, then time."""
-        found = [complete(path) for path in self._folders()]
-        return sorted(
-            (c for c in found if c is not None),
-            key=lambda c: (c.lineage, c.step, (c.folder / MARKER).stat().st_mtime_ns),
-            reverse=True,
-        )
+        found = filter(None, map(complete, self._folders()))
+        return sorted(found, key=lambda c: (c.lineage, c.step, (c.folder / MARKER).stat().st_mtime_ns), reverse=True)
 
     async def save(
         self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[Mapping[str, Checksum] | None]],

@@ -66,7 +66,7 @@ class DataSettings(SettingsModel):
 
 class SamplingSettings(SettingsModel):
     temperature: float = Field(1.0, gt=0, le=2)
-    """The policy's temperature, in sampling and in the trainer's log-probs. Lower it only when answers fall apart."""
+    """The policy's temperature, in sampling and training (2 is vLLM's limit). Lower it only when answers fall apart."""
     max_tokens: int = Field(64, gt=0)
     """Sampled tokens per turn. Raise it when answers are cut (``response_length/clip_ratio``)."""
     min_tokens: int = Field(0, ge=0)
@@ -99,7 +99,6 @@ class RoleSettings(SettingsModel):
 
 
 ENGINE = ("generate", "leave", "pause", "resume", "load", "health")
-"""What a generation engine is asked for (``GenerationEngine``)."""
 
 
 class RolloutSettings(RoleSettings):
@@ -146,7 +145,7 @@ class PolicySettings(SettingsModel):
     update: UpdateSettings = UpdateSettings()
     placement: Placement = Placement()
     step_timeout: float = Field(3600.0, gt=0)
-    """Seconds for one call of the trainer. Raise it for large steps, with ``recovery.stall_timeout``."""
+    """Seconds for one call of the trainer (step, checkpoint, export). Raise it for large steps, with ``recovery.stall_timeout``."""
 
 
 class AlgorithmSettings(SettingsModel):

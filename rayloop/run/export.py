@@ -94,12 +94,8 @@ def model_of(source: Path, kept: Path) -> Path:
     target = kept / f"{checkpoint.folder.parents[1].name}-{checkpoint.folder.name}-{checkpoint.lineage}"
     if not is_model(target):
         shutil.rmtree(target, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=_made(kept)) as aside:
+        kept.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept) as aside:
             _export_checkpoint(checkpoint, Path(aside) / "model", "float32")
             (Path(aside) / "model").rename(target)
     return target
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

@@ -118,7 +118,6 @@ def make_folder(path: Path, choice: str) -> None:
 
 
 FORGETS = "(the oldest images leave the context)"
-"""Stands for a context that begins anew, whose turns were shown before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@ what ``about`` describes: schema version, hashes of the model's files, the confi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,21 +82,18 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
     if then.get("schema") not in READ:
         return _other_schema(then.get("schema", 0))
     for name, before in then["identity"].items():
-        if name != "data.train" and before not in (hashes[name], _unsaid(name, config)):
+        unnamed = config.model.path if name == "weights" and config.model.revision else None  # a Hub's model without a commit
+        if name != "data.train" and before not in (hashes[name], unnamed):
             other = "differ from those" if name == "weights" else "differs from that"
             return f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
     old, new = _both(then, config)
     for key in {**old, **new}:
         if old.get(key) != new.get(key) and _fixed(key):
             return f"{key} was {old.get(key)} and is {new.get(key)}. Set it back"
-    if (tasks := _tasks(config)) != then["tasks"]:  # also of the same file: another reader may leave out other rows
+    tasks = len(Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None))
+    if tasks != then["tasks"]:  # also of the same file: another reader may leave out other rows
         return f"data.train had {then['tasks']} usable rows and has {tasks}, which are visited in another order. Name the same rows"
     return None
-
-
-def _unsaid(name: str, config: RunConfig) -> str | None:
-    """The weights of a Hub's model in a checkpoint that names no commit."""
-    return config.model.path if name == "weights" and config.model.revision else None
 
 
 def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -124,18 +121,9 @@ def _fixed(key: str) -> bool:
     return chosen and key not in FREE
 
 
-def _tasks(config: RunConfig) -> int:
-    return len(Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None))
-
-
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys; everything else is a value."""
-    return dict(_items(value, prefix))
-
-
-def _items(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, part in value.items():
-            yield from _items(part, f"{prefix}.{key}" if prefix else key)
-    else:
-        yield prefix, value
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    parts = (_flat(part, f"{prefix}.{key}" if prefix else key) for key, part in value.items())
+    return {key: each for part in parts for key, each in part.items()}

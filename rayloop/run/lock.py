@@ -36,7 +36,6 @@ JUDGING = 30.0
 POLL, AGAIN = 0.1, 1.0
 """Seconds between two tries to judge the file, and between two looks at a holder on another host."""
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What flock says where it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)

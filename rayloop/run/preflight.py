@@ -31,8 +31,8 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
             )
     installed(config.loggers)
     held_in(config)
-    if trains:
-        trainable(config)
+    if trains and (why := config.engine.untrainable()):
+        raise ConfigError(why)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and complete(Path(resume)) is None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
@@ -64,12 +64,6 @@ def held_in(config: RunConfig) -> str:
         if check is not None and settings is not None:
             said.append(check(settings.model_validate(kind.with_)))
     return "; ".join(dict.fromkeys(filter(None, said)))
-
-
-def trainable(config: RunConfig) -> None:
-    """Raises ConfigError when the engine's answers could not be trained on."""
-    if why := config.engine.untrainable():
-        raise ConfigError(why)
 
 
 def bannable(config: RunConfig, banned: int) -> None:

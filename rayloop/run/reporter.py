@@ -23,7 +23,6 @@ from rayloop.run.held_out import gain, metrics, read_items
 from rayloop.run.records.step_metrics import Collected, step_metrics
 
 Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
-"""Makes a logger, of the run's name and configuration."""
 
 
 class Updates:

@@ -49,7 +49,6 @@ MAX_PIXELS = 100_000_000
 """Images beyond this are named instead of shown."""
 
 CURVES = ("val_sampled/reward/mean", "val/reward/mean")
-"""Of the policy that is trained, and of its likeliest answers."""
 CHARTS = (
     ("Held-out reward, sampled and greedy (shaded: 95 % interval, dotted: at the start)", *CURVES),
     ("Reward: training (reward/mean), held-out, controls", "reward/mean", *CURVES, "val/control/*/reward/mean"),
@@ -71,7 +70,6 @@ CHARTS = (
     ("End reasons, and answers cut by a limit of tokens (share)", "end_reason/*", "response_length/clip_ratio"),
     ("Flags (share)", "flag/*"),
 )
-"""Title, and patterns of the metrics that it shows."""
 COUNTS = ("filtered/", "excluded/", "stale/", "surplus/", "cancelled/", "end_reason/", "flag/")
 """Metrics that are absent where they would be 0."""
 ROUTINE = ("start", "begin", "logprob_check", "self_test", "evaluated", "controls", "gain", "trained", "checkpoint", *ENDS)

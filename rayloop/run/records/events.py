@@ -15,7 +15,6 @@ from rayloop.run.records.jsonl import JsonLines, encode
 from rayloop.run.records.metrics import validate as unknown_metrics
 
 PARTS = {"What every run does": events, "Incidents": incidents}
-"""Titles, and the modules whose classes stand below them."""
 KINDS: dict[str, type[Event]] = {
     value.kind: value
     for module in PARTS.values()
