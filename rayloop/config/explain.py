@@ -1,5 +1,4 @@
-"""Walking settings classes: which keys are valid where, and validation errors in plain words. Works on pydantic models and on the
-data a person wrote, side by side, so that errors of tagged unions land on the key."""
+"""Settings classes and written data side by side: the keys that are valid at each place, and errors in plain words."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def kind_of(model: type[BaseModel]) -> str | None:
 
 
 def choose(annotation: Any, value: Any) -> type[BaseModel] | None:
-    """The settings class that validates ``value`` at a place with this annotation, or None when there is none. The first one of a
-    tagged union is meant when there is no ``kind``, and the component when there is a ``use``."""
+    """The settings class for ``value`` at this place, by its ``kind`` (default: the first) or ``use``; None without one."""
     found = models(annotation)
     if len(found) > 1 and isinstance(value, Mapping) and "use" in value:
         found = tuple(model for model in found if "use" in model.model_fields)

@@ -84,9 +84,8 @@ class NoSettings(SettingsModel):
 
 
 class Component(SettingsModel):
-    """A part of a recipe: ``{use: package.module:Class, with: {...}}``, or ``path/to/file.py:name``. The class takes an instance of
-    its nested ``Settings``, which validates ``with``, or nothing. A function takes ``with`` as keyword arguments, where functions
-    are allowed."""
+    """A part of a recipe: ``{use: package.module:Class, with: {...}}``, or ``path/to/file.py:name``. A class takes its nested
+    ``Settings``, which validate ``with``, or nothing; a function takes ``with`` as keyword arguments."""
 
     use: str
     """Where it is: ``package.module:Name``, found in the current directory too."""

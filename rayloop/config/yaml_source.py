@@ -1,6 +1,5 @@
-"""YAML with the place of every value: file and line, or command line. Layers: the file that is ``extended``, the file, overrides.
-Mappings merge by key; lists and scalars are replaced, and a mapping with another ``kind`` or ``use`` starts afresh. Scalars follow
-YAML 1.2."""
+"""YAML 1.2 with the place of every value. Layers: the ``extends`` file, the file, overrides. Mappings merge by key; lists and
+scalars are replaced, and a mapping with another ``kind`` or ``use`` starts afresh."""
 
 from __future__ import annotations
 

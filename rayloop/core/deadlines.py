@@ -42,8 +42,7 @@ WAITS = Waits()
 
 
 async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T:
-    """Await for so many seconds at most, then raise ``late``. A TimeoutError of what is awaited stays what it is. Not
-    asyncio.wait_for: in Python 3.11 that swallows a cancellation which comes together with the result."""
+    """Await for ``seconds`` at most, then raise ``late``. asyncio.wait_for of Python 3.11 can swallow a cancellation."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await awaitable

@@ -1,5 +1,4 @@
-"""Typed failures. The type decides what happens next. A task with a data failure is quarantined, infrastructure failures are
-retried elsewhere, and neither is ever turned into a reward. The command line prints a ``RayloopError`` as one paragraph."""
+"""Typed failures, none of which becomes a reward. The command line prints a ``RayloopError`` as one paragraph."""
 
 from __future__ import annotations
 

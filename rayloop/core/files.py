@@ -152,8 +152,7 @@ def trusted(path: Path, what: str, others: int = 0o022) -> None:
 
 
 def new_secret(path: Path, what: str) -> Path:
-    """Write a secret that nobody else has, readable by its owner only. One that is there already is kept when it is ``trusted``.
-    Raises ConfigError. An empty file is what a crash left, and is replaced."""
+    """Write a secret readable by its owner only, unless one that is ``trusted`` is there. Raises ConfigError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         trusted(path, what, 0o077)

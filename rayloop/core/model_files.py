@@ -70,8 +70,7 @@ class Resolved:
 
     @property
     def weights(self) -> list[Path]:
-        """The files of weights that are here, sorted: those that the index names, else model.safetensors, else any. Repositories
-        may hold the same weights a second time, in their authors' own layout (consolidated.safetensors)."""
+        """The files of weights: those that the index names, else model.safetensors, else any; repositories may hold two sets."""
         whole = self.folder / "model.safetensors"
         found = self._named() or ([whole] if whole.is_file() else self.folder.glob(WEIGHTS))
         return sorted(file for file in found if file.is_file())

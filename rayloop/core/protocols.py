@@ -43,8 +43,7 @@ class Manifest:
 
 
 class GenerationEngine(Protocol):
-    """Tokens in; tokens, log-probs and the weights' version out. Runs inside a rollout actor. Every method is called on the actor's
-    event loop; ``generate`` many times concurrently."""
+    """Tokens in; tokens, log-probs and version out. All methods run on the rollout actor's event loop."""
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Requests with equal prompts, which come in the same moment, share prefill and image encoding."""
@@ -113,9 +112,8 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A function the policy may call; ``parameters`` is a JSON schema. It runs in a thread under the environment's
-    ``tool_timeout``; eight threads that hang replace the actor, so tools that may run for long are better subprocesses. Fetch files
-    and services in ``reset``: the deadline is the policy's."""
+    """A function the policy may call; ``parameters`` is a JSON schema. It runs in a thread under ``tool_timeout``; eight threads
+    that hang replace the actor, so slow tools are better subprocesses. Fetch files in ``reset``."""
 
     @property
     def name(self) -> str: ...

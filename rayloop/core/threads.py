@@ -205,8 +205,7 @@ V = TypeVar("V")
 
 
 class Cache(Generic[K, V]):
-    """Values by key, none of them None. Safe to use from many threads. ``limit`` and ``size`` of a value are in the same unit, most
-    often bytes. Keys that are ``in_use`` stay beyond the limit."""
+    """Values by key, thread-safe. ``limit`` and ``size`` have one unit; keys ``in_use`` stay beyond the limit."""
 
     def __init__(
         self, limit: int, size: Callable[[V], int] = lambda value: 1, in_use: Callable[[K], bool] = lambda key: False

@@ -238,8 +238,7 @@ class Trajectory:
 
     @property
     def segments(self) -> tuple[Trajectory, ...]:
-        """Its parts between restarts, in order: what the engine saw as one sequence each, and what is trained as one. A token that
-        was sampled is a sampled one in exactly one of them. Itself alone when there is no restart."""
+        """Its parts between restarts, in order: the sequences that the engine saw and that are trained, each token once."""
         starts = [0, *(i for i, turn in enumerate(self.turns) if i and turn.restart), len(self.turns)]
         if len(starts) == 2:
             return (self,)
@@ -293,8 +292,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ref(Generic[T_co]):
-    """A value of type ``T_co`` in the object store, or one to come. At run time it is Ray's ObjectRef: nothing is ever an instance
-    of this class. The driver holds payloads so: it passes them on and never opens one."""
+    """A value in the object store, now or later: Ray's ObjectRef at run time. The driver passes payloads on and never opens one."""
 
     def __await__(self) -> Generator[Any, None, T_co]:
         raise NotImplementedError("Ref is a type only; Ray's ObjectRef is awaited")

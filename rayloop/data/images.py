@@ -150,8 +150,7 @@ _File = tuple[str, int, int, int]
 
 
 class PromptImages:
-    """The images of prompts for one model: each content is probed, tinted (``model.position_tint``) and hashed once. Thread-safe.
-    ``kept``: bytes beyond which the least recently shown are read again."""
+    """The images of prompts for one model: probed, tinted and hashed once. Thread-safe. ``kept``: bytes that the cache holds."""
 
     def __init__(self, geometry: ImageGeometry, tint: float = 0.0, max_pixels: int = MAX_PIXELS, kept: int = KEPT) -> None:
         self._geometry, self._tint, self._max_pixels = geometry, tint, max_pixels

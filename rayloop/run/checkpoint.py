@@ -148,8 +148,7 @@ class Origin:
         return ours
 
     async def restore(self, take: Callable[[Checkpoint], Awaitable[None]], emit: Emit) -> Checkpoint | None:
-        """Let ``take`` continue from the first candidate that is not damaged; None when there was none. Damaged ones are reported
-        and set aside once an older one took over. Raises CheckpointError when none can be read."""
+        """Let ``take`` continue from the newest intact candidate; None without any. Damaged ones are reported and renamed."""
         failed = CheckpointStore(self.folder, keep=1).damaged()
         for checkpoint in self.candidates():
             try:
@@ -184,8 +183,7 @@ class Origin:
         return "run again" if same else "run again with checkpoint.resume=auto"
 
     def stopped(self, last_step: Callable[[], int]) -> RayloopError:
-        """How a run ends that is asked to stop while nothing can be saved: no driver runs, or it has not begun. ``last_step`` tells
-        the last one on record. Preempted only when a checkpoint is there, from which the next start continues."""
+        """The error of a run that stops while nothing can be saved: Preempted when a checkpoint is there, else NotSaved."""
         try:
             return self._stopped(last_step())
         except (OSError, ConfigError) as error:

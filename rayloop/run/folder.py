@@ -1,5 +1,4 @@
-"""The run folder: where one run keeps everything, and the only place that knows its layout (docs/run_folder.md). The process that
-starts the run acquires the folder; the driver, which may live on another node, writes into it."""
+"""The run folder and its layout (docs/run_folder.md). The process that starts the run acquires it; the driver writes into it."""
 
 from __future__ import annotations
 
@@ -92,8 +91,7 @@ class RunFolder:
         write_whole(self.path / "replay_buffer_stats.json", (encode(found) + "\n").encode(), durable=False)
 
     def truncate_after(self, step: int) -> int:
-        """After a restore: move what was recorded of later steps aside, so that no step is on record twice. Metrics go to
-        ``metrics.jsonl.attempt-K``, rollout files get the suffix. Returns the metrics records moved."""
+        """Move the records of later steps to ``*.attempt-K`` after a restore. Returns the number of metrics records moved."""
         with needed(self.path):
             moved = self.metrics.split(lambda record: int(record.get("step", 0)) <= step, _aside(self.metrics.path))
             self.rollouts.set_aside_after(step)
@@ -133,9 +131,9 @@ class RolloutTurn:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One line of a rollout file. ``versions``: the first and last that sampled. ``reward`` and ``advantage`` may be None,
-    ``unscored`` then says why. ``status``: ``kept``, or why it was not trained. ``images`` (of the prompt): ``{sha256, width,
-    height, file}`` or ``path``. ``truth``: the task's ground truth. ``length``: all tokens (expanded)."""
+    """One line of a rollout file. ``versions``: first and last that sampled. ``unscored``: why there is no ``reward``. ``status``:
+    ``kept``, or why not trained. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``. ``length``: all
+    tokens."""
 
     group: int
     sample: int
@@ -197,8 +195,7 @@ class RolloutDump:
 def rollout_record(
     group: Group, member: Member, trajectory: Trajectory, plain: Callable[[TokenIds], str], shown: Callable[[TokenIds], str]
 ) -> RolloutRecord:
-    """The record of one trajectory, whose first turn is the prompt. Of token ids ``plain`` makes the text that the reward is given
-    (for sampled turns), ``shown`` the text with its markup (for all others)."""
+    """The record of one trajectory. ``plain`` decodes sampled turns as the reward sees them, ``shown`` others with markup."""
     prompt, *turns = trajectory.turns
     outcome, summary = member.outcome, member.summary
     scored = outcome if isinstance(outcome, Scored) else None

@@ -29,8 +29,8 @@ class Play:
 
 
 def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int) -> list[Play]:
-    """The right image once per task, the swapped images with ``controls``, and ``samples`` sampled answers per task. With
-    ``evaluation.greedy: false`` the right image has the sampled answers, one at least."""
+    """The right image per task, swapped ones with ``controls``, and ``samples`` sampled answers (the right image's if not
+    greedy)."""
     greedy = config.evaluation.greedy
     sampling = config.rollout.sampling.sampling(greedy=greedy)
     arms = {RIGHT: list(tasks)}

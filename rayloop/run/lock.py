@@ -1,7 +1,5 @@
-"""The lock of a run folder: one live process per run name. ``run.lock`` names the holder and is rewritten under ``flock``, or under
-a file that only one can create. A holder on this host is looked up by pid and start time; one on another host is gone when its
-heartbeat (the file's time) has stopped. A suspended holder may wake up: a writer compares the number in ``run.fence`` first
-(``Fence``)."""
+"""The lock of a run folder. ``run.lock`` names the holder, rewritten under ``flock`` or a file that only one can create. A holder
+on this host is looked up; another's heartbeat (the file's time) stops. Writers compare the number in ``run.fence`` first."""
 
 from __future__ import annotations
 
@@ -132,8 +130,7 @@ class RunLock:
         return former
 
     def renew(self) -> None:
-        """Before another driver writes for this holder: the former one may only have been suspended, and is refused from now on. On
-        storage that takes nothing it is not, and the next one is refused nothing either."""
+        """Refuse the former driver of this holder, which may only be suspended, before another one writes."""
         with suppress(OSError), _alone(self.path) as file, self._renewing:
             if _read(file) == Holder.this_process():
                 fence = Fence(self.fence.path, _newest(self.fence.path) + 1)

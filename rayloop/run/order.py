@@ -73,8 +73,7 @@ class BySolveRate:
 
     class Settings(SettingsModel):
         rates: LocalPath
-        """The ``items.jsonl`` of that evaluation; or the folder of an earlier run, which costs no evaluation: as many of its
-        groups count as its ``keep_rollouts`` has kept of each step."""
+        """The ``items.jsonl`` of that evaluation, or the folder of an earlier run with ``keep_rollouts`` above 0."""
         low: float = Field(0.1, ge=0, le=1)
         """Share of right answers from which a row comes first. Raise it to begin with easier rows."""
         high: float = Field(0.9, ge=0, le=1)

@@ -56,8 +56,7 @@ def known(config: RunConfig) -> None:
 
 
 def held_in(config: RunConfig) -> str:
-    """How the run's environments hold in what the policy wrote, on this machine; empty when none executes any. An environment's
-    class says it itself: ``preflight(settings)`` returns words, or raises ConfigError."""
+    """How the environments confine the policy's code, by ``preflight(settings)`` of their classes; empty when none runs any."""
     said = []
     for kind in (config.environment.episode.environment, *config.environment.kinds.values()):
         check, settings = getattr(kind.resolve(), "preflight", None), kind.settings_class()

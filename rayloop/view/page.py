@@ -76,8 +76,7 @@ ROUTINE = ("start", "begin", "logprob_check", "self_test", "evaluated", "control
 
 
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
-    """Write the page of the run ``run``, with at most ``groups`` recorded groups, to ``out`` (default: ``report.html`` in it), and
-    return its path. Raises ConfigError when ``run`` holds no run or the file cannot be written."""
+    """Write a run's page, with ``groups`` recorded groups at most (default: its ``report.html``). Raises ConfigError."""
     folder = open_run(run)
     target = out or folder.path / "report.html"
     text = page(content(folder, groups))

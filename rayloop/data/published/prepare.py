@@ -71,8 +71,7 @@ class Wanted:
 
 
 def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
-    """Write ``out/SPLIT.jsonl`` and ``out/images``; return the rows of each split, and the rows left out. Reads the published rows
-    twice: first without images, to choose. Raises ConfigError when files are missing, or no row can be used."""
+    """Write ``out/SPLIT.jsonl`` and ``out/images``; return each split's rows and the rows left out. Raises ConfigError."""
     splits = wanted.published or present(how, source)
     left_out: list[DataFailure] = []
     light: list[tuple[str, Row]] = []
@@ -315,8 +314,7 @@ def _plain(data: bytes, where: str) -> bytes:
 
 
 def fractions(box: Any, kind: str, width: int, height: int, where: str) -> list[float]:
-    """Corners [x1, y1, x2, y2] as fractions of an image of ``width`` x ``height`` pixels; ``kind`` as in ``ColumnMap.boxes``.
-    Raises DataFailure for other values: nothing is guessed, and nothing moved into the image."""
+    """Corners [x1, y1, x2, y2] as fractions of the image; ``kind`` as in ``ColumnMap.boxes``. Raises DataFailure for others."""
     try:
         a, b, c, d = map(float, () if isinstance(box, str) else box)
     except (TypeError, ValueError) as error:

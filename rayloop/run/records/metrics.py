@@ -1,5 +1,4 @@
-"""Every metric's name, unit and meaning, once. Names are verl's where they mean the same thing. Producers write plain strings;
-``validate`` finds names that are missing here. ``<...>`` in a name stands for any text. docs/metrics.md is made from the table."""
+"""Every metric's name (verl's where it has one), unit and meaning; ``<...>`` is any text. docs/metrics.md is made from it."""
 
 from __future__ import annotations
 

@@ -16,9 +16,8 @@ from rayloop.measure.intervals import calibration_error
 
 @dataclass(frozen=True)
 class Collected:
-    """The ``groups`` a step trains on (request order), and what happened since the last step. ``finished``: groups after the
-    filters. ``dropped``: stale or surplus trajectories by ``state/source``. ``acceptance``: share that survives the filters
-    (exponential average). ``replay``: ``ReplayBuffer.stats``, empty when off."""
+    """The ``groups`` of a step (request order), and events since the last one. ``finished``: after the filters. ``dropped``: by
+    ``state/source``. ``acceptance``: share that survives, averaged. ``replay``: ``ReplayBuffer.stats``, empty when off."""
 
     groups: tuple[Group, ...]
     finished: tuple[Group, ...] = ()
