@@ -138,18 +138,16 @@ class ScoreContext:
 
 class RewardSource(Protocol):
     """Judges finished episodes; ``score`` may be a coroutine function. Raising means the grader failed: the trajectory is left out,
-    or gets ``reward.on_error`` (docs/rewards.md). RewardLost and ConfigError end the run. ``infrastructure``: True, or the
-    exception types that are a failure of something around it; two of them are ``reward_unavailable``. A true attribute
-    ``transcript`` asks for all that the policy was shown."""
+    or gets ``reward.on_error`` (docs/rewards.md). RewardLost and ConfigError end the run. ``infrastructure``: True, or exception
+    types of outside failures, two of which are ``reward_unavailable``. ``transcript``: True asks for it."""
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]: ...
 
 
 class GroupRewardSource(Protocol):
-    """Judges the trajectories of a group together (``reward.per: group``), once all its episodes have ended. It receives those that
-    can be scored, at least one, in the order of their samples, and returns one outcome for each. An error concerns all of them, as
-    in ``RewardSource``; so does another number of outcomes. A single one (a held-out answer) is given to ``score``, where the
-    source has that."""
+    """Judges a group's trajectories together (``reward.per: group``) once its episodes have ended: those that can be scored, in the
+    order of their samples, with one outcome for each; an error concerns all of them, as in ``RewardSource``. A single one (a
+    held-out answer) is given to ``score``, where the source has that."""
 
     def score_group(
         self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]

@@ -163,7 +163,7 @@ class CallLoop:
 
 
 class OwnerThread:
-    """A daemon thread that carries out calls until it is told to ``end``."""
+    """A daemon thread that carries out calls until ``end``."""
 
     def __init__(self) -> None:
         self._calls = CallLoop()

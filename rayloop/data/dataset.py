@@ -146,10 +146,9 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
 
 
 class ChatRows:
-    """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and most datasets of the Hub. ``prompt``: a text, or a
-    list of {role, content} or its JSON. The k-th ``<image>`` (or image part) is the row's k-th image; without any, images come
-    first in the first user message. The id: ``id``, ``extra_info``'s id or data_source/split/index, or file:line. ``data_source``
-    splits the metrics. ``extra`` has every column and ``extra_info``; ``prompt`` only as a text."""
+    """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and the Hub. ``prompt``: a text, or a list of {role,
+    content} or its JSON. The k-th ``<image>`` (or image part) is the row's k-th image; without any, images come first. The id:
+    ``id``, ``extra_info``'s id or data_source/split/index, or file:line. ``extra`` has every column and ``extra_info``."""
 
     class Settings(SettingsModel):
         prompt: str = "prompt"

@@ -128,7 +128,7 @@ class Origin:
         return CheckpointStore(self.folder, keep, warn, self.fence)
 
     def check(self) -> None:
-        """Raises RunTaken when another process has taken the run; nothing when that cannot be told now."""
+        """Raises RunTaken when another process has taken the run; nothing when the storage does not answer."""
         with suppress(OSError):
             self.fence.check()
 

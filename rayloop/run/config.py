@@ -49,7 +49,7 @@ class DataSettings(SettingsModel):
     train: LocalPath
     """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
     eval: LocalPath | None = None
-    """Held-out rows for ``evaluation``. Without them nothing tells whether the policy learns or memorises."""
+    """Held-out rows for ``evaluation``. Without them nothing shows whether the policy learns or memorises."""
     reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.data.dataset:ChatRows")
     """Turns a row into a task; by default verl's columns (prompt, images, reward_model, ...). Name your own for others."""
     order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None

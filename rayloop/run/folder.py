@@ -132,8 +132,7 @@ class RolloutTurn:
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
     """One line of a rollout file. ``versions``: first and last that sampled. ``unscored``: why there is no ``reward``. ``status``:
-    ``kept``, or why not trained. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``. ``length``: all
-    tokens."""
+    ``kept``, or why not. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``. ``length``: all tokens."""
 
     group: int
     sample: int

@@ -29,8 +29,7 @@ class Play:
 
 
 def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int) -> list[Play]:
-    """The right image per task, swapped ones with ``controls``, and ``samples`` sampled answers (the right image's if not
-    greedy)."""
+    """The right image per task, swapped ones with ``controls``, and ``samples`` sampled answers (not greedy: of RIGHT)."""
     greedy = config.evaluation.greedy
     sampling = config.rollout.sampling.sampling(greedy=greedy)
     arms = {RIGHT: list(tasks)}

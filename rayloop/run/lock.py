@@ -50,7 +50,7 @@ class Holder:
         return cls(os.getpid(), socket.gethostname(), _boot_id(), psutil.Process().create_time())
 
     def gone(self, silence: float) -> bool:
-        """Whether the process has ended, as far as can be told here. ``silence``: seconds since its last heartbeat."""
+        """Whether the process has ended, as far as this host can see. ``silence``: seconds since its last heartbeat."""
         if self.host != socket.gethostname():
             return silence > SILENCE
         if self.boot_id != _boot_id():
@@ -73,7 +73,7 @@ class Fence:
     number: int
 
     def check(self) -> None:
-        """Raises RunTaken when another process has taken the run since; OSError when that cannot be told."""
+        """Raises RunTaken when another process has taken the run since; OSError when the file cannot be read."""
         if not self.number:
             return
         if not (newest := _newest(self.path)):  # it was written before this holder began
@@ -153,7 +153,7 @@ class RunLock:
                 _write(file, "")
 
     def holder(self) -> Holder | None:
-        """Who holds it and lives, as far as can be told here; None when nobody does. Takes nothing, and waits for nobody."""
+        """Who holds it and lives, as far as this host can see; None when nobody does. Takes nothing, and waits for nobody."""
         try:
             with self.path.open(encoding="utf-8") as file:
                 holder, beat = _read(file), os.fstat(file.fileno()).st_mtime

@@ -1,4 +1,4 @@
-"""What a run tells about itself: metrics, events, quarantined rows and sampled rollouts, in the run folder and to the console."""
+"""The reports of a run: metrics, events, quarantined rows and sampled rollouts, in the run folder and to the console."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ ROUTINE = ("start", "begin", "logprob_check", "self_test", "evaluated", "control
 
 
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
-    """Write a run's page, with ``groups`` recorded groups at most (default: its ``report.html``). Raises ConfigError."""
+    """Write a run's page with at most ``groups`` groups to ``out`` (default: its ``report.html``). Raises ConfigError."""
     folder = open_run(run)
     target = out or folder.path / "report.html"
     text = page(content(folder, groups))

@@ -121,7 +121,7 @@ METRICS = tuple(
         ("recovery/in_service/<role>", "actors", "Those of them that serve; 0 until all have started."),
         ("recovery/lost/<role>", "losses", "Actors lost since the run was started (policy: rebuilds; driver: deaths)."),
         ("recovery/budget_left/<role>", "losses", "How many more may be lost in this hour before a wait, or the run's end."),
-        ("recovery/progress_age", "s", "Since anything that the driver waits for has ended, or an event told of progress."),
+        ("recovery/progress_age", "s", "Since anything that the driver waits for has ended, or an event reported progress."),
         ("recovery/checkpoint_age", "s", "Since the newest checkpoint; absent before the first."),
         ("recovery/steps_since_checkpoint", "steps", "Steps that a resume would repeat."),
         ("recovery/checkpoint_every", "steps", "What `checkpoint.every` says."),
