@@ -41,9 +41,9 @@ from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
 from rayloop.run.identity import about, changes
+from rayloop.run.order import held_out_rows, training_rows
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter
-from rayloop.run.rows import held_out_rows, training_rows
 from rayloop.view.words import quoted
 
 REFERENCE_SHARE = 1 / 6

@@ -33,7 +33,7 @@ from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters import build_filters
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
-from rayloop.run.rows import training_rows
+from rayloop.run.order import training_rows
 
 RESULT, PICTURE = Path(__file__).with_suffix(".json"), Path(__file__).parents[2] / "docs" / "staleness.png"
 TASKS, GROUP, GROUPS, SLOTS = 512, 8, 16, 128

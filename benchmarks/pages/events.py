@@ -16,8 +16,12 @@ COMMON = {
     "seconds": "How long it took.",
     "role": "Which role's actor: `rollout`, `environment`, `reward`, `reference`.",
     "worker": "Its serial number, never used twice.",
+    "name": "Host name and address of the node.",
+    "node": "Host name and address of its node; empty when unknown.",
+    "path": "The file at fault, with its row.",
     "task": "Id of the task.",
     "trajectory": "`group/sample`: group number of the group and index within it.",
+    "version": "`lineage.step`.",
     "ledger": "Trajectories by state and reason since the run began.",
 }
 """What a field means whose class does not say it."""

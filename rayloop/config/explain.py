@@ -1,7 +1,4 @@
-"""Walking settings classes: which keys are valid where, and validation errors in plain words.
-
-Works on pydantic models and on the data a person wrote, side by side, so that errors of tagged unions land on the key.
-"""
+"""Settings classes and written data side by side: the keys that are valid at each place, and errors in plain words."""
 
 from __future__ import annotations
 
@@ -18,19 +15,12 @@ from pydantic_core import ErrorDetails
 from rayloop.config.yaml_source import KeyPath, Source, dotted
 
 _EXPECTED = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "float_parsing": "a number",
-    "float_type": "a number",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "a whole number"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "keys and values"),
     "string_type": "a text",
-    "model_type": "keys and values",
-    "model_attributes_type": "keys and values",
-    "dict_type": "keys and values",
 }
 
 
@@ -68,10 +58,7 @@ def kind_of(model: type[BaseModel]) -> str | None:
 
 
 def choose(annotation: Any, value: Any) -> type[BaseModel] | None:
-    """The settings class that validates ``value`` at a place with this annotation, or None when there is none.
-
-    The first one of a tagged union is meant when there is no ``kind``, and the component when there is a ``use``.
-    """
+    """The settings class for ``value`` at this place, by its ``kind`` (default: the first) or ``use``; None without one."""
     found = models(annotation)
     if len(found) > 1 and isinstance(value, Mapping) and "use" in value:
         found = tuple(model for model in found if "use" in model.model_fields)
@@ -143,7 +130,6 @@ def _child(value: Any, element: str | int) -> Any:
 
 
 COMPONENTS = ("Component", "EnvironmentKind")
-"""Settings classes that have a ``use``."""
 
 
 def _words(detail: ErrorDetails, holder: type[BaseModel] | None, root: type[BaseModel]) -> str:

@@ -21,16 +21,13 @@ class ModelSettings(SettingsModel):
     """auto: flash-attention-2 on CUDA when installed and the model is text-only, else SDPA. eager helps bf16 on CPU. Name one
     when log-probs of engine and trainer differ and you look for the reason."""
     min_pixels: int = Field(784, gt=0)
-    """Images below this many pixels are enlarged. One value feeds the prompt, the engine and the trainer. Raise it when small
-    images are not read well."""
+    """Images below this many pixels are enlarged, for prompt, engine and trainer alike. Raise it when small images are misread."""
     max_pixels: int = Field(1_003_520, gt=0)
-    """Images above this many pixels are shrunk; 784 pixels are one image token in Qwen2.5-VL. Lower it for memory and speed,
-    raise it when what matters is small on the image."""
+    """Images above this many pixels are shrunk (784 are one token in Qwen2.5-VL). Lower it for memory, raise it for small
+    details."""
     position_tint: float = Field(0.0, ge=0, lt=1)
-    """How strongly pixels are coloured by where they are: red grows to the right, blue downwards. 0 leaves images alone.
-
-    A tiny model trained from scratch needs it to know where on the page a patch is; pretrained models do not.
-    """
+    """How strongly pixels are coloured by where they are: red grows to the right, blue downwards. 0 leaves images alone. A tiny
+    model trained from scratch needs it to know where on the page a patch is; pretrained models do not."""
 
     def here(self, *, weights: bool = True) -> ModelSettings:
         """The same with the folder on this machine as ``path``; what lacks of a Hub's model is downloaded. Raises ConfigError."""

@@ -55,11 +55,8 @@ LocalPath = Annotated[str, AfterValidator(_local)]
 
 @dataclass(frozen=True)
 class Role:
-    """What a component must be where it is used: ``source: Annotated[Component, Role(...)]``.
-
-    ``methods``: what its class must have. ``function``: called with a plain function and its dotted name, raises ConfigError for
-    one that cannot serve; None where only classes can.
-    """
+    """The demands on a component: ``Annotated[Component, Role(...)]``. ``methods``: its class has them. ``function`` receives a
+    plain function and its dotted name and raises ConfigError for a wrong one; None: classes only."""
 
     name: str
     methods: tuple[str, ...]
@@ -87,13 +84,8 @@ class NoSettings(SettingsModel):
 
 
 class Component(SettingsModel):
-    """A part of a recipe: ``{use: package.module:Class, with: {...}}``.
-
-    The class has a nested ``Settings`` class, which validates ``with``, and takes an instance of it as only argument; one that has
-    nothing to set has neither. Where the
-    documentation says so, a plain function will do; ``with`` is then passed to it as keyword arguments. ``package.module`` may
-    also be a file: ``path/to/file.py:name``, relative to the current directory.
-    """
+    """A part of a recipe: ``{use: package.module:Class, with: {...}}``, or ``path/to/file.py:name``. A class takes its nested
+    ``Settings``, which validate ``with``, or nothing; a function takes ``with`` as keyword arguments."""
 
     use: str
     """Where it is: ``package.module:Name``, found in the current directory too."""
@@ -113,10 +105,7 @@ class Component(SettingsModel):
         return found
 
     def settings_class(self) -> type[BaseModel] | None:
-        """What validates ``with``: the nested Settings of a class, NoSettings where it has none, None for a function.
-
-        Raises ConfigError.
-        """
+        """The class that validates ``with``: a class's Settings, else NoSettings; None for a function. Raises ConfigError."""
         found = self.resolve()
         if not isinstance(found, type):
             return None
@@ -142,10 +131,7 @@ class Component(SettingsModel):
         return None
 
     def build(self) -> Any:
-        """An instance made from the validated settings, or the function with its keyword arguments.
-
-        Raises ConfigError, pydantic.ValidationError.
-        """
+        """An instance with its settings, or the function with its arguments. Raises ConfigError, pydantic.ValidationError."""
         found, options = self.resolve(), self.options()
         if isinstance(options, NoSettings):
             return found()
@@ -230,10 +216,7 @@ S = TypeVar("S", bound=SettingsModel)
 
 def load(path: Path, overrides: Sequence[str], model: type[S], over: Sequence[Path] = ()) -> S:
     """Read ``path`` (and what it ``extends``), lay files ``over`` it, apply ``key.sub=value`` overrides, validate as ``model``.
-
-    Raises ConfigError that lists every problem with file and line. Paths inside the configuration are left as written
-    (see ``local_path``). Components are checked by ``check_components``, since that imports them.
-    """
+    Paths and components stay as written. Raises ConfigError that lists every problem with file and line."""
     data, source = read(path, overrides, over)
     try:
         settings = model.model_validate(data)
@@ -269,11 +252,8 @@ def components(settings: BaseModel, prefix: KeyPath = ()) -> Iterator[tuple[KeyP
 
 
 def dump(settings: SettingsModel, *, expand_components: bool = False) -> str:
-    """The configuration with every default written out, as YAML that loads to an equal object.
-
-    With ``expand_components`` the defaults of each component's own settings appear under its ``with`` as well, which
-    describes the same run. Raises ConfigError when a component cannot be loaded.
-    """
+    """The configuration with every default, as YAML that loads to an equal object. ``expand_components`` writes the defaults of
+    each component under its ``with`` too. Raises ConfigError when a component cannot be loaded."""
     data = settings.model_dump(mode="json", by_alias=True)
     if expand_components:
         check_components(settings)
@@ -287,11 +267,7 @@ def dump(settings: SettingsModel, *, expand_components: bool = False) -> str:
 
 
 def local_path(text: str) -> Path:
-    """A path of the configuration as an absolute one. ``~`` is the home folder.
-
-    Relative paths are relative to the current directory of the process that reads the configuration, like every path
-    on a command line, and not to the YAML file: a preset that extends another from elsewhere keeps its meaning.
-    """
+    """A path of the configuration as an absolute one, from the current directory of this process; ``~`` is the home folder."""
     return Path(text).expanduser().absolute()
 
 

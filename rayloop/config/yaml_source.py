@@ -1,10 +1,5 @@
-"""Reading YAML so that every value knows where it was written: file and line, or the command line.
-
-Three layers make one configuration: the file named by ``extends`` (and its own base), the file itself, then overrides.
-Mappings merge key by key; lists and scalars are replaced. Where a layer changes ``kind`` or ``use``, the mapping it
-stands in starts afresh, since the keys of another choice would be unknown to it. Scalars follow YAML 1.2: ``on`` and
-``no`` are texts, ``1e-6`` is a number. Environment variables are not expanded.
-"""
+"""YAML 1.2 with the place of every value. Layers: the ``extends`` file, the file, overrides. Mappings merge by key; lists and
+scalars are replaced, and a mapping with another ``kind`` or ``use`` starts afresh."""
 
 from __future__ import annotations
 
@@ -70,10 +65,8 @@ for _tag, _pattern, _first in (
 
 
 def read(path: Path, overrides: Sequence[str] = (), over: Sequence[Path] = ()) -> tuple[dict[str, Any], Source]:
-    """The merged data of a file, its bases, the files laid ``over`` it and the overrides, with the origin of each key.
-
-    Raises ConfigError for a missing or malformed file, a cycle of ``extends``, and malformed overrides.
-    """
+    """The merged data of a file, its bases, the files laid ``over`` it and the overrides, with the origin of each key. Raises
+    ConfigError for a missing or malformed file, a cycle of ``extends``, and malformed overrides."""
     data, source = _read_file(path, ())
     for layer in over:
         _merge(data, source, *_read_file(layer, ()), ())

@@ -17,8 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """``what`` names the call and, if it is one's work, the task; ``actor`` is the handle of who should answer;
-    ``starts``: its process is only being made, and answers nothing yet."""
+    """``what`` names the call and its task, ``actor`` is the handle that should answer; ``starts``: its process is being made."""
 
     what: str
     since: float
@@ -40,14 +39,10 @@ class Waits:
 
 
 WAITS = Waits()
-"""Of this process."""
 
 
 async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T:
-    """Await for so many seconds at most, then raise ``late``. A TimeoutError of what is awaited stays what it is.
-
-    Not asyncio.wait_for: in Python 3.11 that swallows a cancellation which comes together with the result.
-    """
+    """Await for ``seconds`` at most, then raise ``late``. asyncio.wait_for of Python 3.11 can swallow a cancellation."""
     try:
         async with asyncio.timeout(seconds) as limit:
             return await awaitable
@@ -60,10 +55,7 @@ async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T
 async def with_deadline(
     deadline: float, awaitable: Awaitable[T], what: str, actor: Any = None, *, counts: bool = True, starts: bool = False
 ) -> T:
-    """Await with a deadline in seconds. Raises WorkerLost that names what did not answer.
-
-    With ``counts=False`` (health checks) its end does not tell that anything moves.
-    """
+    """Await at most ``deadline`` seconds, else raise WorkerLost. Without ``counts`` (health checks) its end is no progress."""
     WAITS.entered += 1
     key = WAITS.entered
     WAITS.open[key] = Awaited(what, time.monotonic(), actor, counts, starts)

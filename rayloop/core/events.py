@@ -1,10 +1,5 @@
-"""Events: what happens once in a run and is recorded. One class for each kind, with the types of its fields.
-
-Here are those of every run, in incidents.py those of failures. A class whose name would be an exception's ends with ``Event``,
-which its kind leaves out. ``incidents.WorkerLostEvent`` is recorded as
-``{"event": "worker_lost", ...}`` with all of its fields. A class says what happened, what there is to do about it, and ``by``
-which file emits it; docs/events.md is made from that (benchmarks/pages/events.py).
-"""
+"""Events that a run records once: one class for each kind, with typed fields; those of failures are in incidents.py. The suffix
+``Event`` is not part of the kind. docs/events.md is made from the docstrings and from ``by``, the emitting file."""
 
 from __future__ import annotations
 
@@ -35,7 +30,6 @@ class Event:
 
 
 Emit: TypeAlias = Callable[[Event], None]
-"""Emits an event of the run."""
 
 
 class Start(Event, by="cluster/stages/train.py"):

@@ -1,8 +1,4 @@
-"""Typed failures. The type decides what happens next.
-
-A task with a data failure is quarantined, infrastructure failures are retried elsewhere, and neither is ever turned into a
-reward. The command line prints a ``RayloopError`` as one paragraph.
-"""
+"""Typed failures, none of which becomes a reward. The command line prints a ``RayloopError`` as one paragraph."""
 
 from __future__ import annotations
 
@@ -21,13 +17,10 @@ class Cause(StrEnum):
     BUG = "bug"
     """The environment's code raised in a way that does not depend on where it runs (a TypeError, not a full disk)."""
     HUNG = "hung"
-    """A call outlived its deadline."""
     LOST = "lost"
-    """The actor that played it is gone."""
     BAD_DATA = "bad_data"
     """An image or a row cannot be used."""
     OVER_LONG = "over_long_prompt"
-    """The prompt is longer than the limit."""
 
 
 class Scope(StrEnum):
@@ -45,10 +38,8 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why an episode was not played: a value for the driver (cluster/supervision/attempts.py).
-
-    ``retryable``: another actor may play it. ``why`` is for people; ``path`` is the file of BAD_DATA.
-    """
+    """Why an episode was not played: a value for the driver (cluster/supervision/attempts.py). ``retryable``: another actor may
+    play it. ``why`` is for people; ``path`` is the file of BAD_DATA."""
 
     cause: Cause
     scope: Scope
@@ -160,8 +151,7 @@ class EnvironmentFailed(InfrastructureFailure):
 
 
 class EnvironmentHung(EnvironmentFailed):
-    """A call of an environment outlived its deadline; its process must end. ``contained``: it was a process of its own
-    (``isolation: process``), and has ended."""
+    """An environment's call outlived its deadline. ``contained``: it ran in a process of its own, which has ended."""
 
     def __init__(self, why: str, contained: bool = False) -> None:
         super().__init__(why)
@@ -169,8 +159,7 @@ class EnvironmentHung(EnvironmentFailed):
 
 
 class ToolDeadline(RayloopError):
-    """Raised by an environment's ``step``: the policy's action outlived the tool's deadline. The episode ends as ``tool_deadline``
-    with the failing value."""
+    """An environment's ``step`` raises it when the policy's action outlived the tool's deadline; the episode ends with it."""
 
 
 class WorkerStartFailed(RayloopError):

@@ -1,5 +1,4 @@
-"""Files that are there whole or not at all, files that hold what was written into them, and files that nobody else may have made,
-changed or read: keys, tokens, addresses."""
+"""Files that are written whole or not at all, files with checksums, and files that no other user may have made or read."""
 
 from __future__ import annotations
 
@@ -58,11 +57,8 @@ def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bool = True) -> None:
-    """Replace a file: a reader sees the old content or the new one, on a shared file system too, and never a part.
-
-    ``mode`` is the file's whatever the umask is. With ``durable`` it is on the disk when this returns; without, a crash of the
-    machine may lose it. Raises OSError, with the old content still there.
-    """
+    """Replace a file: a reader sees the old content or the new one, never a part. ``mode`` overrides the umask. ``durable``: it is
+    on the disk when this returns. Raises OSError, with the old content still there."""
     aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with open(aside, "wb") as file:
@@ -123,8 +119,7 @@ def unused(path: Path) -> Path:
 
 
 def kind_of(*errors: BaseException) -> type[CheckpointError]:
-    """Of what ended the work on a checkpoint: CheckpointStorageFailed when the storage refused, which is not that a file is missing
-    or holds something else."""
+    """CheckpointStorageFailed when the storage refused, else CheckpointError (a file is missing or holds something else)."""
     return CheckpointStorageFailed if any(map(_refused, errors)) else CheckpointError
 
 
@@ -145,9 +140,8 @@ def sync(path: Path) -> None:
 
 
 def trusted(path: Path, what: str, others: int = 0o022) -> None:
-    """Raises ConfigError when a file or folder is another user's (root's are everybody's), or when its mode allows others
-    one of ``others``: 0o022 to write it, 0o077 to read it as well. OSError when it is not there.
-    """
+    """Raises ConfigError when a file or folder is another user's (root's are everybody's), or when its mode allows others one of
+    ``others``: 0o022 to write it, 0o077 to read it as well. OSError when it is not there."""
     found = os.stat(path)
     if found.st_uid not in (os.geteuid(), ROOT):
         raise ConfigError(f"{what} {path} belongs to user {found.st_uid}, and only your own is believed (you are {os.geteuid()})")
@@ -158,10 +152,7 @@ def trusted(path: Path, what: str, others: int = 0o022) -> None:
 
 
 def new_secret(path: Path, what: str) -> Path:
-    """Write a secret that nobody else has, readable by its owner only. One that is there already is kept when it is ``trusted``.
-
-    Raises ConfigError. An empty file is what a crash left, and is replaced.
-    """
+    """Write a secret readable by its owner only, unless one that is ``trusted`` is there. Raises ConfigError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         trusted(path, what, 0o077)

@@ -28,10 +28,7 @@ class UnscoredKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward: ``value`` is trained on, ``components`` are logged, ``flags`` name what the policy did wrong.
-
-    ``trace``: the traceback of a grader that raised.
-    """
+    """A reward: its value, logged ``components``, ``flags`` for the policy's faults, and the traceback of a grader that raised."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
@@ -80,11 +77,8 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A trajectory within its group, as the driver holds it. ``payload`` and ``reference`` are opaque references.
-
-    ``reference`` stands for the reference policy's log-probs [sampled_tokens] float32. ``replayed`` marks a stored
-    success that took a fresh member's place (ARPO); it is not in the ledger.
-    """
+    """A trajectory within its group. ``payload`` and ``reference`` (the reference policy's log-probs, [sampled_tokens] float32) are
+    opaque references. ``replayed``: a stored success of ARPO, which is not in the ledger."""
 
     summary: Summary
     outcome: Outcome

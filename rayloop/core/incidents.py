@@ -38,7 +38,7 @@ class WarningEvent(Event, by="cluster/driver.py"):
     why: str
 
 
-class DataWarning(Event, by="rayloop/run/rows.py"):
+class DataWarning(Event, by="rayloop/run/order.py"):
     """A data file can be read, but lacks answers or images. To do: look at it: `python -m rayloop data validate CONFIG`."""
 
     why: str
@@ -48,7 +48,6 @@ class Quarantined(Event, by="rayloop/run/reporter.py"):
     """A training row failed and is left out; it is in quarantine.jsonl. To do: repair the row; the run goes on without it."""
 
     path: str
-    """The file at fault, with its row."""
     reason: str
     """What is wrong with it."""
 
@@ -66,7 +65,6 @@ class BadData(Event, by="cluster/supervision/attempts.py"):
 
     task: str
     path: str
-    """The file at fault."""
     why: str
 
 
@@ -92,11 +90,9 @@ class DriftUnknown(Event, by="cluster/loop/weight_sync.py"):
 
 
 class BroadcastFailedEvent(Event, by="cluster/loop/weight_sync.py"):
-    """The broadcast of this version failed, and it went through the object store. To do: if it comes again, check the ranks'
-    network."""
+    """The broadcast failed; the version went through the object store. To do: if it comes again, check the ranks' network."""
 
     version: str
-    """`lineage.step`."""
     why: str
 
 
@@ -105,7 +101,6 @@ class WeightsLost(Event, by="cluster/loop/weight_sync.py"):
     a node died."""
 
     version: str
-    """`lineage.step`."""
     why: str
 
 
@@ -219,7 +214,6 @@ class WorkerLostEvent(Event, by="cluster/supervision/pool.py"):
     worker: int
     why: str
     node: str = ""
-    """Host name and address of its node; empty when unknown."""
 
 
 class NodeLost(Event, by="cluster/supervision/nodes.py"):
@@ -227,7 +221,6 @@ class NodeLost(Event, by="cluster/supervision/nodes.py"):
     others have room; bring the node back, or join another."""
 
     name: str
-    """Its host name and address."""
     node: str
     """Ray's id of it."""
     roles: Mapping[str, int]
@@ -241,7 +234,6 @@ class NodeAvoided(Event, by="cluster/supervision/nodes.py"):
     actor gets their resources, such as a bad GPU. To do: look at the node; drain it."""
 
     name: str
-    """Its host name and address."""
     node: str
     """Ray's id of it."""
     failures: int
@@ -253,10 +245,8 @@ class ReplacementFailed(Event, by="cluster/supervision/pool.py"):
 
     role: str
     worker: int
-    """The serial number of the one that was lost."""
     why: str
     node: str = ""
-    """Host name and address of its node; empty when unknown."""
 
 
 class WorkerReplaced(Event, by="cluster/supervision/pool.py"):
@@ -264,10 +254,8 @@ class WorkerReplaced(Event, by="cluster/supervision/pool.py"):
 
     role: str
     worker: int
-    """The serial number of the one that was lost."""
     seconds: float
     node: str = ""
-    """Host name and address of the replacement's node; empty when unknown."""
 
 
 class PolicyLostEvent(Event, by="cluster/driver.py"):
@@ -325,7 +313,6 @@ class StalledEvent(Event, by="cluster/supervision/watchdog.py"):
     phase: str
     """What the driver is doing."""
     seconds: float
-    """How long."""
     awaited: str
     """The oldest waits, each with its duration."""
     stacks: str

@@ -1,7 +1,4 @@
-"""The ledger: one state per trajectory id, so that every trajectory that is not trained is counted with a reason.
-
-Only live ids (in flight or ready) are held; a final state is a counter. Memory is bounded by what is live.
-"""
+"""The ledger: one state per live trajectory id and a counter per final state, so that every trajectory is accounted for."""
 
 from __future__ import annotations
 
@@ -29,10 +26,7 @@ class LedgerState(TypedDict):
 
 
 class Ledger:
-    """Counts where trajectories went: ``in_flight -> ready -> final``, or ``in_flight -> final``.
-
-    Ids are issued once, in increasing order. An illegal step raises LedgerError and changes nothing.
-    """
+    """Counts the ways ``in_flight -> ready -> final``. An illegal step raises LedgerError and changes nothing."""
 
     def __init__(self) -> None:
         self._issued = 0
@@ -92,10 +86,7 @@ class Ledger:
         self._replayed += 1
 
     def reissue_live(self, *, ready: bool = False) -> tuple[TrajectoryId, ...]:
-        """After a restore: forget the ids that were in flight (and with ``ready`` the ready ones), in order.
-
-        They are generated again under the same ids, which ``issue`` accepts once more; each counts as an attempt.
-        """
+        """After a restore: forget the ids in flight (and the ``ready`` ones), which ``issue`` accepts again. Returns them."""
         again = tuple(sorted(id for id, state in self._live.items() if ready or state == TrajectoryState.IN_FLIGHT))
         for id in again:
             del self._live[id]
@@ -105,10 +96,7 @@ class Ledger:
         return again
 
     def counts(self) -> dict[str, int]:
-        """``issued``, ``in_flight``, ``ready``, ``trained``, every other final state met (``filtered[all_wrong]``).
-
-        ``attempts`` and ``replayed`` stand outside the balance.
-        """
+        """The counts by state (``filtered[all_wrong]``); ``attempts`` and ``replayed`` stand outside the balance."""
         live = Counter(self._live.values())
         counts = {"issued": self._issued, **{str(state): live[state] for state in LIVE}, str(TrajectoryState.TRAINED): 0}
         counts |= dict(sorted(self._final.items()))

@@ -23,16 +23,12 @@ HUB = 3.0
 GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Model types whose images are grids of patches with M-RoPE positions."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""How configurations call the number of experts of a layer."""
 HUB_NAME, COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"[0-9a-f]{40}")
 TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetensors"
 
 
 def unsupported(kind: str, vision: bool, text: Mapping[str, Any]) -> str:
-    """Why a model cannot be trained here; "" when it can.
-
-    ``kind``: its model_type; ``vision``: whether it sees images; ``text``: the configuration of its language model.
-    """
+    """Why a model of this model_type cannot be trained; "" when it can. ``text``: the configuration of its language model."""
     if experts := max(int(text.get(name) or 0) for name in EXPERTS):
         return (
             f"{kind} is a mixture of {experts} experts, one tensor here and many in its checkpoint: they cannot be published. "
@@ -74,10 +70,7 @@ class Resolved:
 
     @property
     def weights(self) -> list[Path]:
-        """The files of weights that are here, sorted: those that the index names, else model.safetensors, else any.
-
-        Repositories may hold the same weights a second time, in their authors' own layout (consolidated.safetensors).
-        """
+        """The files of weights: those that the index names, else model.safetensors, else any; repositories may hold two sets."""
         whole = self.folder / "model.safetensors"
         found = self._named() or ([whole] if whole.is_file() else self.folder.glob(WEIGHTS))
         return sorted(file for file in found if file.is_file())
@@ -96,12 +89,8 @@ class Resolved:
 
 
 def resolve(path: str, revision: str | None = None, *, weights: bool = False) -> Resolved:
-    """The files of a model, which is a local folder or a model of the Hub at ``revision`` (a commit, tag or branch; None: main).
-
-    Configuration and tokenizer of a Hub's model are downloaded unless they are in its cache, and with ``weights`` all that loading
-    it needs. The Hub is asked once, for at most ``HUB`` seconds, which commit a name stands for; when it cannot be reached, the
-    cached commit is taken. A full commit that is in the cache asks nobody. Raises ConfigError.
-    """
+    """The files of a model: a local folder, or a model of the Hub at ``revision`` (commit, tag, branch; None: main), downloaded if
+    the cache lacks it. Without an answer of the Hub the cached commit is taken. Raises ConfigError."""
     if Path(path).is_dir():
         if revision is not None:
             raise ConfigError(f"model.revision: {revision}: {path} is a folder, which has no revisions. Leave it out")
@@ -161,8 +150,7 @@ def _asked(path: str, revision: str | None) -> tuple[str | None, str]:
 
 
 def _cached(path: str, revision: str | None) -> Resolved | None:
-    """The snapshot in the Hub's cache, when it has a configuration and a tokenizer: a program that asked for the first alone may
-    have left it there."""
+    """The snapshot in the Hub's cache, if it has a configuration and a tokenizer; other programs may have left a part."""
     from huggingface_hub import snapshot_download
 
     try:

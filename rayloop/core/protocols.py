@@ -11,15 +11,12 @@ from rayloop.core.groups import Outcome
 from rayloop.core.types import Completion, ImageSource, Message, Sampling, Task, TokenPrompt, Trajectory, Version
 
 Checksums: TypeAlias = Mapping[str, Checksum]
-"""Of files that a rank wrote, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """``version`` is what the engine serves, None before its first load. ``running`` counts requests being decoded.
-
-    ``cache`` is the share of the engine's cache of keys and values that is in use; None when it has none to run out of.
-    """
+    """``version`` is what the engine serves, None before its first load. ``running`` counts requests being decoded. ``cache`` is
+    the share of the engine's cache of keys and values that is in use; None when it has none to run out of."""
 
     version: Version | None
     running: int
@@ -46,30 +43,22 @@ class Manifest:
 
 
 class GenerationEngine(Protocol):
-    """Tokens in; tokens, log-probs and the weights' version out. Runs inside a rollout actor.
-
-    Every method is called on the actor's event loop; ``generate`` many times concurrently.
-    """
+    """Tokens in; tokens, log-probs and version out. All methods run on the rollout actor's event loop."""
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Requests with equal prompts, which come in the same moment, share prefill and image encoding."""
-        ...
 
     async def leave(self, cohort: str) -> None:
         """A member of ``cohort`` ended its episode: the engine stops waiting for it (deterministic mode)."""
-        ...
 
     async def pause(self) -> None:
         """Called before ``load``: no new batch starts; returns when no request is being decoded."""
-        ...
 
     async def resume(self) -> None:
         """Called after ``load``, in a ``finally``."""
-        ...
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
         """Replace the weights and forget cached prefixes. Raises WeightSyncError; the old version is then not served."""
-        ...
 
     def health(self) -> EngineHealth: ...
 
@@ -83,12 +72,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The environment's answer to one turn.
-
-    ``observation`` None or ``done`` ends the episode; an observation beside ``done`` is for people only (``env play``).
-    ``error`` marks an action the environment could not use: the episode ends as ACTION_ERROR when ``done`` is set, else the
-    policy sees the observation and may correct itself.
-    """
+    """The answer to one turn. ``observation`` None or ``done`` ends the episode. ``error``: the environment could not use the
+    action; the episode ends as ACTION_ERROR with ``done``, else the policy sees the observation."""
 
     observation: Observation | None = None
     done: bool = False
@@ -99,33 +84,23 @@ class StepResult:
 class Environment(Protocol):
     """One episode's world. Each method may be a coroutine function; all have a deadline (``environment.episode``).
 
-    Constructor, ``reset``, ``step``, ``evaluate`` and ``close`` of an instance run in one thread, its own, and coroutines on one
-    event loop in it; with ``isolation: process`` that is the main thread of a process of its own. So an instance may keep what
-    belongs to a thread (a database connection, a browser).
+    All methods of an instance run in its own thread (with ``isolation: process`` the main thread of a process), and coroutines
+    on one event loop in it, so it may keep a database connection or a browser. A class whose plain methods never wait may set
+    ``immediate = True`` in its own body: the actor's event loop then calls them, without a thread and without a deadline.
 
-    A class whose methods never wait may say so: ``immediate = True``, in its own body, since a class that derives from it may wait.
-    Then the actor's event loop calls them itself, which saves each episode a thread and most of its cost. Nothing else of the
-    actor runs meanwhile and no deadline can interrupt such a call: one that hangs holds up the whole actor until its calls are
-    given up. Methods are plain functions then. ``isolation: process`` takes precedence.
+    An attribute ``tools``, a sequence of Tool, is read after ``reset`` and given to the chat template; ``step`` carries out calls.
 
-    It may offer tools: an attribute ``tools``, a sequence of Tool, looked at after ``reset``. Their schemas are given to the chat
-    template; carrying out calls is the work of ``step``.
-
-    Whose fault a hang is, is the environment's to say. What the policy's action sets going (a tool, a shell, a page) belongs under
-    a deadline of its own that is shorter than ``episode.step_timeout``; ``rayloop.core.threads.call_within`` gives one to any
-    function, a subprocess has its own. When it passes, ``step`` either answers with an ``error`` that the policy sees, or raises
-    ToolDeadline: the episode ends as ``tool_deadline`` and earns the number of ``reward.on_error``, unasked. A constructor,
-    ``reset``, ``evaluate`` or ``step`` that does not return by its timeout is the environment's failure: never a reward, played
-    again elsewhere, and after ``environment.attempts`` such episodes of a group the task is quarantined.
-
-    Whatever else ``reset``, ``step`` and ``evaluate`` raise is a failure of the environment, DataFailure one of the task.
+    What the policy's action starts (a tool, a shell, a page) needs a deadline shorter than ``episode.step_timeout``, for example
+    ``rayloop.core.threads.call_within``. When it passes, ``step`` answers with an ``error``, or raises ToolDeadline: the episode
+    ends as ``tool_deadline`` with the number of ``reward.on_error``. A method that misses its own timeout is the environment's
+    failure: never a reward, played again elsewhere; after ``environment.attempts`` such episodes of a group the task is
+    quarantined. Any other exception is the environment's failure too, and DataFailure the task's.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]: ...
     def step(self, text: str) -> StepResult | Awaitable[StepResult]: ...
     def evaluate(self) -> float | Awaitable[float | None] | None:
         """The environment's own result of the finished episode, or None when only the reward source judges."""
-        ...
 
     def close(self) -> Awaitable[None] | None: ...
 
@@ -137,13 +112,8 @@ class ToolResult:
 
 
 class Tool(Protocol):
-    """A function the policy may call. ``parameters`` is a JSON schema of its arguments, ``description`` is for the policy.
-
-    It runs in a thread under the environment's ``tool_timeout``. One that does not return leaves its thread behind, since Python
-    cannot end threads; with eight of them the actor is replaced. Tools that may run for long (an interpreter)
-    are better subprocesses, which can be killed. What it needs and the policy did not choose (files, a service) is fetched in
-    ``reset``: under ``tool_timeout`` a file system that hangs would be the policy's doing.
-    """
+    """A function the policy may call; ``parameters`` is a JSON schema. It runs in a thread under ``tool_timeout``; eight threads
+    that hang replace the actor, so slow tools are better subprocesses. Fetch files in ``reset``."""
 
     @property
     def name(self) -> str: ...
@@ -157,11 +127,8 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoreContext:
-    """What a reward may depend on besides the trajectory: the step it will train, and the texts of the sampled turns.
-
-    ``timeout``: seconds after which scoring is given up (``reward.timeout``). ``transcript``: all that followed the prompt, with
-    special tokens and what the environment showed; None unless the source asks for it (``RewardSource``).
-    """
+    """What a reward may depend on besides the trajectory. ``timeout``: seconds until scoring is given up (``reward.timeout``).
+    ``transcript``: all text after the prompt, with special tokens; None unless the source asks for it."""
 
     step: int
     texts: Sequence[str]
@@ -170,28 +137,17 @@ class ScoreContext:
 
 
 class RewardSource(Protocol):
-    """Judges finished episodes. Raising means the grader failed, not the policy: the trajectory is left out, unless
-    a number as ``reward.on_error`` was asked for (docs/rewards.md).
-
-    ``score`` may be a coroutine function; then one event loop runs all of them. RewardLost and ConfigError end the run. A source
-    may declare what is a failure of something around it, as for a client of a judge: ``infrastructure = True`` (a class attribute)
-    for whatever it raises, or a tuple of exception types. Raising such twice is ``reward_unavailable``, never a number. One that
-    reads what the policy was shown, too, has a true attribute ``transcript``.
-    """
+    """Judges finished episodes; ``score`` may be a coroutine function. Raising means the grader failed: the trajectory is left out,
+    or gets ``reward.on_error`` (docs/rewards.md). RewardLost and ConfigError end the run. ``infrastructure``: True, or exception
+    types of outside failures, two of which are ``reward_unavailable``. ``transcript``: True asks for it."""
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]: ...
 
 
 class GroupRewardSource(Protocol):
-    """Judges the trajectories of a group together (``reward.per: group``): rankings, pairwise judges, diversity.
-
-    It is called once per group, when all its episodes have ended, with those that have something to score: not with episodes that
-    could not be played, whose payloads are lost, or that ended as ``tool_deadline``. There may be fewer than the group's size, but
-    at least one; they are in the order of their samples, and so are ``contexts`` and the outcomes, one for each. What it raises
-    concerns all of them, as in ``RewardSource``; another number of outcomes counts as raising.
-
-    One that is alone (a held-out answer) is given to ``score`` instead, where the source has that too.
-    """
+    """Judges a group's trajectories together (``reward.per: group``) once its episodes have ended: those that can be scored, in the
+    order of their samples, with one outcome for each; an error concerns all of them, as in ``RewardSource``. A single one (a
+    held-out answer) is given to ``score``, where the source has that."""
 
     def score_group(
         self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
@@ -207,20 +163,15 @@ class BoxReader(Protocol):
 
     def true(self, truth: Any) -> Sequence[Box]:
         """Of the ground truth, as JSON keeps it (a tuple is a list)."""
-        ...
 
     def answered(self, text: str) -> Sequence[Box]:
         """Of the last sampled turn's text, which may be anything."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class TrainItem:
-    """One trajectory to train on: resolved payload, advantage, reference log-probs [sampled_tokens] or None.
-
-    ``on_policy``: a replayed sample treated as on-policy (old log-probs recomputed, correction weight 1). ``lag``: versions
-    between its first sampled token and the training step.
-    """
+    """One trajectory to train on; reference log-probs [sampled_tokens] or None. ``on_policy``: a replayed sample whose old
+    log-probs are recomputed (weight 1). ``lag``: versions between its first sampled token and the step."""
 
     trajectory: Trajectory
     advantage: float

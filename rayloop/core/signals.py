@@ -8,14 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 STOP = (signal.SIGTERM, signal.SIGINT)
-"""What a scheduler or a person sends to end a process."""
 
 
 class StopSignals:
-    """The signals that came, for a loop to look at: ``first`` is None before there was one, ``again`` says that a second came.
-
-    A handler that raises would not do: an exception can be lost when it hits a callback of the interpreter.
-    """
+    """The signals that came: ``first`` or None, and ``again`` after a second. It raises nothing, since that could be lost."""
 
     def __init__(self) -> None:
         self.first: int | None = None

@@ -1,9 +1,5 @@
-"""Calling foreign, blocking code with a deadline: in a thread for one call, or in one thread for all calls of an object.
-
-Each call of ``in_thread`` gets its own daemon thread: a hung call neither exhausts a pool nor keeps the process from exiting, as
-``asyncio.to_thread`` would (its pool is joined at exit). ``CallLoop`` and what is built on it serve code that belongs to the thread
-that made it, and coroutines of one event loop.
-"""
+"""Calls of foreign, blocking code with a deadline: in a daemon thread for each call, which neither exhausts a pool nor keeps the
+process from exiting, or (``CallLoop``) in one thread for all calls of an object and its coroutines."""
 
 from __future__ import annotations
 
@@ -25,20 +21,14 @@ Result = TypeVar("Result")
 
 
 async def in_thread(function: Callable[..., Result], *args: object, timeout: float) -> Result:
-    """``function(*args)`` in a thread, awaited for at most ``timeout`` seconds.
-
-    Raises DeadlineExceeded when it takes longer (the thread is abandoned), and whatever ``function`` raises; an
-    exception that is no ``Exception`` (SystemExit), and StopIteration, arrive as RuntimeError.
-    """
+    """Run ``function(*args)`` in a thread for at most ``timeout`` seconds. Raises DeadlineExceeded (the thread is abandoned), or
+    what ``function`` raises: SystemExit and StopIteration as RuntimeError."""
     answer = asked()
     return await within(timeout, answer, start(lambda: settle(answer, lambda: function(*args))))
 
 
 def call_within(timeout: float, function: Callable[..., Result], /, *args: object, **options: object) -> Result:
-    """``function(*args, **options)`` in a thread, waited for by this one for at most ``timeout`` seconds.
-
-    Raises as ``in_thread`` does.
-    """
+    """Run ``function`` in a thread, waited for by this one for at most ``timeout`` seconds. Raises as ``in_thread``."""
     answer = asked()
     thread = start(lambda: settle(answer, lambda: function(*args, **options)))
     if not wait({answer}, timeout).done:
@@ -53,8 +43,7 @@ _abandoned: set[threading.Thread] = set()
 
 
 def hanging() -> int:
-    """Threads of this process that were given up at their deadline and still run. Python cannot end a thread: only the
-    process's end does."""
+    """The number of threads that were given up at their deadline and still run. Only the process's end ends them."""
     _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
     return len(_abandoned)
 
@@ -85,19 +74,14 @@ def contained(work: Callable[[], Result]) -> Result:
     """What ``work()`` returns or raises; an exception that is no ``Exception`` (SystemExit), and StopIteration, as RuntimeError."""
     try:
         return work()
-    except StopIteration as error:
-        raise _runtime_error(error) from error
-    except Exception:
-        raise
     except BaseException as error:
-        raise _runtime_error(error) from error
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise RuntimeError(f"raised {type(error).__name__}: {error}") from error
 
 
 async def within(timeout: float, answer: Future[Any], thread: threading.Thread) -> Any:
-    """The answer that ``thread`` will give, awaited for at most ``timeout`` seconds. Raises as ``in_thread`` does.
-
-    Many may wait for one answer, each within its own time.
-    """
+    """Await the answer of ``thread`` for at most ``timeout`` seconds; others may wait for it too. Raises as ``in_thread``."""
     if answer.done():
         return answer.result()
     future = asyncio.wrap_future(answer)
@@ -115,20 +99,12 @@ def _given_up(thread: threading.Thread, timeout: float) -> DeadlineExceeded:
     return DeadlineExceeded(f"no answer within {timeout:g} seconds")
 
 
-def _runtime_error(error: BaseException) -> RuntimeError:
-    return RuntimeError(f"raised {type(error).__name__}: {error}")
-
-
 _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class CallLoop:
-    """Calls that other threads ``put`` are carried out one after the other by the one thread that is in ``run``.
-
-    What returns a coroutine is awaited on an event loop, made at the first of them. From then on the thread waits for its next
-    call on that loop, so what coroutines leave running (a connection's heartbeat) goes on between calls. Plain functions are
-    never called while a loop runs: libraries such as Playwright's sync API refuse that.
-    """
+    """Carries out the calls that other threads ``put`` in the thread that is in ``run``, one by one. Coroutines run on one event
+    loop, which goes on between calls; plain functions are never called while it runs (Playwright refuses that)."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
@@ -187,7 +163,7 @@ class CallLoop:
 
 
 class OwnerThread:
-    """A daemon thread that carries out calls until it is told to ``end``."""
+    """A daemon thread that carries out calls until ``end``."""
 
     def __init__(self) -> None:
         self._calls = CallLoop()
@@ -211,7 +187,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 PLUMBING = (
-    "rayloop/config/settings.py", "rayloop/rewards/functions.py", "rayloop/rewards/functions.py", "rayloop/core/threads.py",
+    "rayloop/config/settings.py", "rayloop/rewards/functions.py", "rayloop/core/threads.py",
     "rayloop/envs/episode.py", "rayloop/envs/instance.py", "rayloop/envs/worker.py",
     "actors/reward.py", "cluster/stages/trial.py",
 )  # fmt: skip
@@ -229,16 +205,12 @@ V = TypeVar("V")
 
 
 class Cache(Generic[K, V]):
-    """Values by key, none of them None. Safe to use from many threads.
-
-    ``limit`` and ``size`` of a value are in the same unit, most often bytes. Keys that are ``in_use`` stay beyond the limit.
-    """
+    """Values by key, thread-safe. ``limit`` and ``size`` have one unit; keys ``in_use`` stay beyond the limit."""
 
     def __init__(
         self, limit: int, size: Callable[[V], int] = lambda value: 1, in_use: Callable[[K], bool] = lambda key: False
     ) -> None:
         self.used = 0
-        """The sum of the sizes."""
         self._limit, self._size, self._in_use = limit, size, in_use
         self._values: OrderedDict[K, V] = OrderedDict()
         self._making: dict[K, Future[V]] = {}
@@ -275,10 +247,7 @@ class Cache(Generic[K, V]):
             self.used = 0
 
     def made(self, key: K, make: Callable[[], V]) -> V:
-        """The value, made now if there is none. Who asks while another thread makes it waits, and gets what that one gets.
-
-        Raises what ``make`` raises; nothing is kept then.
-        """
+        """The value, made now if there is none; threads that ask meanwhile wait for it. Raises what ``make`` raises."""
         if (value := self.get(key)) is not None:
             return value
         with self._lock:

@@ -18,9 +18,8 @@ FINISHES = {"stop": FinishReason.END_TOKEN, "tool_calls": FinishReason.END_TOKEN
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """``token_ids`` [T]; ``sampled_mask`` [T]; ``logprobs`` [T] (natural log), or of the sampled tokens only.
-
-    ``versions`` and ``finishes`` belong to the runs of sampled tokens, ``images`` to the image tokens, in order."""
+    """``token_ids`` [T]; ``sampled_mask`` [T]; ``logprobs`` [T] (natural log), or of the sampled tokens only. ``versions`` and
+    ``finishes`` belong to the runs of sampled tokens, ``images`` to the image tokens, in order."""
 
     token_ids: TokenIds
     sampled_mask: tuple[bool, ...]
@@ -98,9 +97,7 @@ class Trace:
         end_reason: EndReason = EndReason.DONE,
         env_result: float | None = None,
     ) -> Trajectory:
-        """The trainer's form. ``sampling`` is the endpoint's; ``image_token`` is ``Renderer.image_token``.
-
-        Raises DataFailure where arrays, versions or images do not agree."""
+        """The trainer's form; ``image_token`` is the renderer's. Raises DataFailure where arrays, versions or images disagree."""
         logprobs = self._checked()
         turns: list[Turn] = []
         images, at, run = iter(self.images), 0, 0
@@ -143,10 +140,8 @@ class Trace:
 
 
 def branches(answers: Iterable[Mapping[str, Any]]) -> list[Trace]:
-    """The traces of chat completions that were asked with ``return_token_ids`` and ``logprobs``, in their order.
-
-    An answer whose prompt begins with all tokens of an earlier one continues it; any other, and each further choice, begins a
-    branch. Raises DataFailure."""
+    """The traces of chat completions with ``return_token_ids`` and ``logprobs``, in order. An answer whose prompt begins with all
+    tokens of an earlier one continues it; others begin a branch. Raises DataFailure."""
     ends: list[tuple[Trace, bool]] = []  # and whether another one continues it
     for answer in answers:
         try:

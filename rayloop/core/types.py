@@ -1,8 +1,5 @@
-"""The words of rayloop: what a task, a trajectory, a group and an outcome are. No torch, no ray, no I/O.
-
-A trajectory has no prompt/response split. It is a sequence of turns; the tokens of *sampled* turns come from the policy
-and carry behaviour log-probs, all other tokens are context. Token ids are the expanded ones (n image tokens per image).
-"""
+"""The types of tasks and trajectories. No torch, no ray, no I/O. A trajectory is a sequence of turns: *sampled* turns carry
+behaviour log-probs, all others are context. Token ids are the expanded ones (n per image)."""
 
 from __future__ import annotations
 
@@ -60,11 +57,8 @@ class ImageSource:
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """An image in a token sequence, by content. ``tokens`` image tokens stand for it in the sequence.
-
-    ``grid`` is (t, h, w) in patches after the processor's resize. Bytes come from ``path``, or, when ``path`` is None,
-    from ``Trajectory.image_bytes[sha256]``.
-    """
+    """An image in a token sequence, by content. It has ``tokens`` image tokens; ``grid`` is (t, h, w) in patches after the resize.
+    Its bytes are at ``path``; with None, in ``Trajectory.image_bytes[sha256]``."""
 
     sha256: str
     width: int
@@ -89,10 +83,8 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One dataset row. ``source`` names the data source (metrics are split by it); ``extra`` is passed through.
-
-    ``environment``: the kind to play it in, one of ``environment.kinds``; empty for the one of ``environment.episode``.
-    """
+    """One dataset row. ``source`` names the data source (metrics are split by it); ``extra`` is passed through. ``environment``:
+    the kind to play it in, one of ``environment.kinds``; empty for the one of ``environment.episode``."""
 
     id: str
     messages: tuple[Message, ...]
@@ -109,11 +101,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The policy's distribution is ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1).
-
-    The mask removes ``banned_tokens`` everywhere and ``end_tokens`` from the first ``min_tokens`` positions of a turn.
-    ``temperature`` 0 is greedy decoding (evaluation only; log-probs are then those of temperature 1).
-    """
+    """The policy samples ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). The mask removes
+    ``banned_tokens``, and ``end_tokens`` from a turn's first ``min_tokens``. ``temperature`` 0: greedy, log-probs at 1."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -174,12 +163,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A run of tokens: sampled by the policy (``logprobs`` set) or context (prompt, observation, closing tokens).
-
-    ``restart``: nothing before it is seen from here on; it has itself what is left of that, the policy's own turns as context.
-    ``executed``: of a sampled turn, whether the environment carried out the action in it (True), or could not (False). None: it
-    was an answer, or nobody says.
-    """
+    """A run of tokens: sampled by the policy (``logprobs`` set) or context. ``restart``: nothing before it is seen from here on.
+    ``executed``: whether the environment carried out a sampled turn's action; None: unknown, or an answer."""
 
     role: str
     token_ids: TokenIds
@@ -220,11 +205,8 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True)
 class FlatTrajectory:
-    """A trajectory as aligned arrays. All have length T.
-
-    token_ids [T] int64; loss_mask [T] bool, True = sampled by the policy; behaviour_logprobs [T] float32, 0 where not
-    sampled; turn_position [T] int32, index of a sampled token within its turn (for ``min_tokens``), -1 elsewhere.
-    """
+    """A trajectory as arrays of length T: token_ids int64; loss_mask bool, True = sampled by the policy; behaviour_logprobs
+    float32, 0 where not sampled; turn_position int32, index within the sampled turn, -1 elsewhere."""
 
     token_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
@@ -256,18 +238,14 @@ class Trajectory:
 
     @property
     def segments(self) -> tuple[Trajectory, ...]:
-        """Its parts between restarts, in order: what the engine saw as one sequence each, and what is trained as one. A token that
-        was sampled is a sampled one in exactly one of them. Itself alone when there is no restart."""
+        """Its parts between restarts, in order: the sequences that the engine saw and that are trained, each token once."""
         starts = [0, *(i for i, turn in enumerate(self.turns) if i and turn.restart), len(self.turns)]
         if len(starts) == 2:
             return (self,)
         return tuple(replace(self, turns=self.turns[start:end]) for start, end in pairwise(starts))
 
     def flatten(self) -> FlatTrajectory:
-        """Concatenate the turns, of one segment as the engine saw them.
-
-        Raises ValueError when a sampled turn's log-probs and tokens differ in number.
-        """
+        """Concatenate the turns of one segment. Raises ValueError when log-probs and sampled tokens differ in number."""
         total = sum(len(turn.token_ids) for turn in self.turns)
         flat = FlatTrajectory(
             np.empty(total, np.int64), np.zeros(total, np.bool_), np.zeros(total, np.float32), np.full(total, -1, np.int32)
@@ -314,11 +292,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Ref(Generic[T_co]):
-    """A value of type ``T_co`` in the object store, or one to come. At run time it is Ray's ObjectRef: nothing is ever an instance
-    of this class.
-
-    The driver holds payloads so: it passes them on and never opens one.
-    """
+    """A value in the object store, now or later: Ray's ObjectRef at run time. The driver passes payloads on and never opens one."""
 
     def __await__(self) -> Generator[Any, None, T_co]:
         raise NotImplementedError("Ref is a type only; Ray's ObjectRef is awaited")
@@ -328,10 +302,7 @@ SEED_BITS = 63
 
 
 def derive(seed: int | str, *parts: int | str) -> int:
-    """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in every process.
-
-    The parts' types and boundaries count: ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``,
-    ``derive(0, "1")`` all differ.
-    """
+    """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in every process. The parts' types and
+    boundaries count: ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``, ``derive(0, "1")`` all differ."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> (64 - SEED_BITS)

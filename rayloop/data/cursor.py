@@ -28,8 +28,7 @@ def evenly(tasks: Sequence[Task], limit: int | None) -> list[Task]:
 
 
 class TaskCursor:
-    """The index of the next task: each epoch is a permutation of 0 .. count - 1 that follows from seed and epoch. With ``tiers``
-    [count] the first epoch visits the lowest tier first."""
+    """The next task: each epoch is a permutation from seed and epoch; with ``tiers`` [count] the first visits the lowest first."""
 
     def __init__(self, count: int, seed: int, shuffle: bool = True, tiers: Sequence[int] = ()) -> None:
         if count < 1:

@@ -26,27 +26,22 @@ TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "answers", "sol
 _ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR")
 """How PNG, JPEG and WebP begin in base64."""
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF")
-"""How they begin in bytes."""
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
 _LONGEST_PATH = 4096
 """Characters; Linux has no longer ones."""
 
 
 class Reader(Protocol):
-    """Turns one row into a task. ``where`` is the row's file:line; relative image paths start at ``root``.
-
-    A task whose ``environment`` is empty gets the text in the row's column of that name. Raises DataFailure."""
+    """Turns one row into a task. ``where`` is the row's file:line; relative image paths start at ``root``. A task whose
+    ``environment`` is empty gets the text in the row's column of that name. Raises DataFailure."""
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task."""
 
 
 class Dataset:
-    """The tasks of one file, read when made; images are not opened. ``quarantine`` receives every row left out.
-
-    Rows may name one of ``kinds`` of environment, if there are any. Raises ConfigError when the file is missing, no row is
-    left, two rows share an id, or one names another kind; with ``strict`` DataFailure at the first bad row.
-    """
+    """The tasks of one file, without images. ``quarantine`` receives each bad row; with ``strict`` the first raises DataFailure.
+    Raises ConfigError when no row is left, ids are equal, or a row names an environment outside ``kinds``."""
 
     def __init__(
         self, path: str | Path, reader: Reader, strict: bool, quarantine: Callable[[DataFailure], None], kinds: Collection[str] = ()
@@ -151,14 +146,9 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
 
 
 class ChatRows:
-    """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and most datasets of the Hub.
-
-    ``prompt`` is a text, or a list of {role, content}, possibly as a JSON string; a content may be a list of text and image parts.
-    The k-th ``<image>`` (or image part) of all contents is the k-th of the row's images (see ``image_entry``); without any, the
-    images come first in the user's first message. The id is ``id``, else that of ``extra_info`` (its id, or
-    data_source/split/index), else file:line. ``data_source`` splits the metrics. Every column, and what is in
-    ``extra_info``, is in the task's ``extra``, for rewards and environments; ``prompt`` only when it is a text.
-    """
+    """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and the Hub. ``prompt``: a text, or a list of {role,
+    content} or its JSON. The k-th ``<image>`` (or image part) is the row's k-th image; without any, images come first. The id:
+    ``id``, ``extra_info``'s id or data_source/split/index, or file:line. ``extra`` has every column and ``extra_info``."""
 
     class Settings(SettingsModel):
         prompt: str = "prompt"

@@ -46,12 +46,8 @@ class ImageGeometry:
 
 
 def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, int, int]:
-    """The encoded bytes of an intact image, its width and height in pixels (EXIF orientation applied).
-
-    The header is read first: an image of more than ``limit_pixels`` is refused before any pixel is decoded. Raises DataFailure
-    (missing, unreadable, truncated, not PNG/JPEG/WebP), its subclass ImageRefused (too many pixels, aspect ratio above 200) and
-    InfrastructureFailure (the file system failed, not the file).
-    """
+    """The encoded bytes of an intact image, its width and height (EXIF applied). Raises DataFailure (missing, corrupt, other
+    format), ImageRefused (too many pixels, aspect ratio above 200), InfrastructureFailure (the file system failed)."""
     name = source.path or "image bytes"
     data = read(source)
     try:
@@ -118,8 +114,7 @@ def png(image: Image.Image) -> bytes:
 def smart_resize(
     height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 14 * 14 * 4 * 1280
 ) -> tuple[int, int]:
-    """(height, width) after ``smart_resize`` of transformers' Qwen2-VL: multiples of ``factor``, area in the range. Equal by
-    test."""
+    """(height, width) as of transformers' Qwen2-VL: multiples of ``factor``, area in the range. A test compares them."""
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
@@ -155,8 +150,7 @@ _File = tuple[str, int, int, int]
 
 
 class PromptImages:
-    """The images of prompts for one model: each content is probed, tinted (``model.position_tint``) and hashed once. Thread-safe.
-    ``kept``: bytes beyond which the least recently shown are read again."""
+    """The images of prompts for one model: probed, tinted and hashed once. Thread-safe. ``kept``: bytes that the cache holds."""
 
     def __init__(self, geometry: ImageGeometry, tint: float = 0.0, max_pixels: int = MAX_PIXELS, kept: int = KEPT) -> None:
         self._geometry, self._tint, self._max_pixels = geometry, tint, max_pixels

@@ -15,8 +15,7 @@ _NEEDED = "one JSON object per line is needed"
 
 
 def rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of each row; a line that cannot be parsed comes as the DataFailure that says why. Raises ConfigError when
-    the file is missing, or neither JSONL nor parquet."""
+    """(file:line, row) of each row, or a DataFailure for a bad line. Raises ConfigError for a file that is missing or no data."""
     if not path.is_file():
         raise ConfigError(f"{path} is no file; data files are JSONL or parquet")
     if path.suffix == ".parquet":

@@ -29,9 +29,8 @@ class Checked:
 
 
 def check(path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0) -> Checked:
-    """Read every row with ``reader`` and open its images; print each bad row with place and reason. A prompt of more than ``limit``
-    tokens by ``length`` is bad too. Raises ConfigError when the file or the reader cannot be used, or a row names another
-    environment than ``kinds``, if there are any."""
+    """Read every row with ``reader``, open its images, and print each bad row; a prompt of more than ``limit`` tokens by ``length``
+    is bad. Raises ConfigError for a bad file or reader, or an environment outside ``kinds``."""
     found, lengths, repeated = Checked(path), list[int](), list[str]()
 
     def report(failure: DataFailure) -> None:

@@ -19,8 +19,8 @@ from rayloop.rollout.finished import FinishedGroups, Quarantine, ReadyGroups
 from rayloop.rollout.plain import Own
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupScheduler, Player
 from rayloop.run.config import RunConfig
+from rayloop.run.order import Reports
 from rayloop.run.records.step_metrics import Collected
-from rayloop.run.rows import Reports
 
 Finish = Callable[[Group], Awaitable[Group]]
 Hold = Callable[[tuple[Group, ...]], Awaitable[Collection[TrajectoryId]]]

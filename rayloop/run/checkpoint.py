@@ -2,20 +2,14 @@
 
     checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
         trainer/                        model, optimizer, scheduler, RNG (rayloop/engines/training/state.py)
-        driver.json                     everything the driver must know to continue (``Driver.state``), as plain values,
-        driver.safetensors              and its arrays and bytes (rayloop/run/records/plain_files.py)
-        COMPLETE                        JSON: step, lineage, size and CRC-32 of every file, and what it says of its run
-                                        (rayloop/run/identity.py); written last, then the folder is renamed
+        driver.json, driver.safetensors the driver's state: plain values, arrays and bytes (rayloop/run/records/plain_files.py)
+        COMPLETE                        JSON: step, lineage, size and CRC-32 of every file, and the run (rayloop/run/identity.py)
     checkpoints/latest                  name of the checkpoint written last
     checkpoints/best                    link to the checkpoint of the best held-out reward (``evaluation.patience``)
     checkpoints/lineage                 number of restores so far
 
-A crash at any byte leaves the previous checkpoint loadable: what is being written or removed is called ``*.tmp`` and is
-never read. A later lineage is newer whatever its steps: it began where an earlier one was given up.
-
-The sums of the trainer's files are those of the ranks, taken on the way to the disk. Who restores compares what it reads; a
-checkpoint in which a file is not as it was written is called ``*.damaged`` once an older one took its place. Sizes alone are
-compared in checkpoints from before there were sums.
+A crash leaves the previous checkpoint loadable: ``*.tmp`` is never read. A later lineage is newer whatever its steps. A restore
+compares checksums (older checkpoints: sizes) and renames a damaged checkpoint to ``*.damaged``.
 """
 
 from __future__ import annotations
@@ -116,11 +110,8 @@ def _own(marker: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What one start of a run continues from, at its beginning and whenever its policy or its driver is replaced.
-
-    ``folder`` is that of its checkpoints, ``resume`` what its configuration names, and ``since`` how many lineages had begun
-    before this start: what a later one has saved goes before what is named. ``fence`` tells whether the run still is this start's.
-    """
+    """What one start of a run continues from. ``since``: how many lineages had begun before it; a checkpoint of a later lineage
+    goes before ``resume``. ``fence`` shows whether the run still is this start's."""
 
     folder: Path
     resume: str
@@ -137,7 +128,7 @@ class Origin:
         return CheckpointStore(self.folder, keep, warn, self.fence)
 
     def check(self) -> None:
-        """Raises RunTaken when another process has taken the run; nothing when that cannot be told now."""
+        """Raises RunTaken when another process has taken the run; nothing when the storage does not answer."""
         with suppress(OSError):
             self.fence.check()
 
@@ -157,11 +148,7 @@ class Origin:
         return ours
 
     async def restore(self, take: Callable[[Checkpoint], Awaitable[None]], emit: Emit) -> Checkpoint | None:
-        """Let ``take`` continue from the first candidate that is not damaged. Returns it; None when there was never one.
-
-        What is damaged is told, and set aside when an older one took its place, so that it counts no longer. Raises
-        CheckpointError, with everything as it was, when none of them can be read (CheckpointStorageFailed: by the storage's fault).
-        """
+        """Let ``take`` continue from the newest intact candidate; None without any. Damaged ones are reported and renamed."""
         failed = CheckpointStore(self.folder, keep=1).damaged()
         for checkpoint in self.candidates():
             try:
@@ -196,10 +183,7 @@ class Origin:
         return "run again" if same else "run again with checkpoint.resume=auto"
 
     def stopped(self, last_step: Callable[[], int]) -> RayloopError:
-        """How a run ends that is asked to stop while nothing can be saved: no driver runs, or it has not begun.
-
-        ``last_step`` tells the last one on record. Preempted only when a checkpoint is there, from which the next start continues.
-        """
+        """The error of a run that stops while nothing can be saved: Preempted when a checkpoint is there, else NotSaved."""
         try:
             return self._stopped(last_step())
         except (OSError, ConfigError) as error:
@@ -216,8 +200,7 @@ class Origin:
 
 
 class CheckpointStore:
-    """``warn`` is told what failed when a checkpoint was already complete; the next save tries again. ``fence`` is asked before
-    anything is written or removed."""
+    """``warn`` receives what failed after a checkpoint was complete; ``fence`` is checked before every write."""
 
     def __init__(self, folder: Path, keep: int, warn: Callable[[str], None] = lambda why: None, fence: Fence = OPEN) -> None:
         self.folder, self.keep, self._warn, self._fence = folder, keep, warn, fence
@@ -237,10 +220,7 @@ class CheckpointStore:
         return self.lineage
 
     def find(self, resume: str) -> Checkpoint | None:
-        """What to continue from: ``auto`` = the newest complete checkpoint or None, ``never`` = None, or a folder.
-
-        Raises ConfigError when a named folder holds no complete checkpoint.
-        """
+        """The newest complete checkpoint (``auto``) or None, None (``never``), or that of a folder. Raises ConfigError."""
         if resume == "never":
             return None
         if resume != "auto":
@@ -265,23 +245,15 @@ class CheckpointStore:
 
     def newest_first(self) -> list[Checkpoint]:
         """The complete checkpoints: by lineage, then step, then time."""
-        found = [complete(path) for path in self._folders()]
-        return sorted(
-            (c for c in found if c is not None),
-            key=lambda c: (c.lineage, c.step, (c.folder / MARKER).stat().st_mtime_ns),
-            reverse=True,
-        )
+        found = filter(None, map(complete, self._folders()))
+        return sorted(found, key=lambda c: (c.lineage, c.step, (c.folder / MARKER).stat().st_mtime_ns), reverse=True)
 
     async def save(
         self, step: int, state: Any, save_trainer: Callable[[str], Awaitable[Mapping[str, Checksum] | None]],
         about: Mapping[str, Any] = NOTHING, *, best: bool = False,
     ) -> Checkpoint:  # fmt: skip
-        """Write a checkpoint and prune old ones. ``about`` goes into the marker. The ``best`` is kept until a better one is saved.
-
-        ``save_trainer`` writes into the folder that it is given, and returns the sum of each file by name; None: of what is there.
-        Raises CheckpointError (CheckpointStorageFailed: the storage refused), with the bytes at stake, unless it is complete, and
-        RunTaken; nothing half-done stays.
-        """
+        """Write a checkpoint and prune old ones except the ``best``. ``save_trainer`` writes into its folder and returns checksums
+        (None: computed here). Raises CheckpointError, with nothing half-done left, and RunTaken."""
         aside = self.folder / f"step_{step:06d}.{self.lineage}{ASIDE}"
         try:
             final = unused(self.folder / f"step_{step:06d}")

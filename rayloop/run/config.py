@@ -49,14 +49,12 @@ class DataSettings(SettingsModel):
     train: LocalPath
     """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
     eval: LocalPath | None = None
-    """Held-out rows for ``evaluation``. Without them nothing tells whether the policy learns or memorises."""
+    """Held-out rows for ``evaluation``. Without them nothing shows whether the policy learns or memorises."""
     reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.data.dataset:ChatRows")
-    """Turns a row into a task. The default reads verl's columns (prompt, images, reward_model, ...); name one of your own for
-    other rows."""
+    """Turns a row into a task; by default verl's columns (prompt, images, reward_model, ...). Name your own for others."""
     order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None
-    """Which rows come first. None: a new order in each epoch, from the seed. file: that of the file, in each epoch. A curriculum
-    names those of the first epoch, as ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or
-    ``rayloop.run.order:BySolveRate``: set it when most rows are too hard at first."""
+    """Which rows come first. None: a new order in each epoch, from the seed. file: that of the file. A curriculum for the first
+    epoch: ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or ``rayloop.run.order:BySolveRate``."""
     strict: bool = False
     """Stop at the first bad row or image instead of quarantining it: for data that you believe to be clean."""
 
@@ -68,15 +66,13 @@ class DataSettings(SettingsModel):
 
 class SamplingSettings(SettingsModel):
     temperature: float = Field(1.0, gt=0, le=2)
-    """The policy's temperature, for sampling and for every log-prob of the trainer alike; 2 is vLLM's limit. Lower it only when
-    answers fall apart: groups then differ less."""
+    """The policy's temperature, in sampling and training (2 is vLLM's limit). Lower it only when answers fall apart."""
     max_tokens: int = Field(64, gt=0)
     """Sampled tokens per turn. Raise it when answers are cut (``response_length/clip_ratio``)."""
     min_tokens: int = Field(0, ge=0)
     """A turn cannot end before this many tokens. Raise it only against empty answers: it changes the policy that is trained."""
     stop: tuple[str, ...] = ()
-    """A turn ends when its text contains one of these; the text stays in the turn and is trained. For tool calls that end with
-    a tag."""
+    """A turn ends when its text contains one of these, and keeps it. For tool calls that end with a tag."""
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
         return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)
@@ -86,8 +82,7 @@ class Placement(SettingsModel):
     """What one actor of a role reserves in the Ray cluster."""
 
     num_cpus: float = Field(1.0, ge=0)
-    """Cores that Ray counts as taken; nothing enforces it, but torch takes as many threads where ``threads`` is null. Lower it
-    where a machine has few."""
+    """Cores that Ray counts as taken, and torch's threads where ``threads`` is null. Lower it where a machine has few."""
     num_gpus: float = Field(0.0, ge=0)
     """GPUs that are this actor's own. A fraction shares one GPU with other roles. Set it for engines and trainer on GPUs."""
     resources: dict[str, float] = {}
@@ -104,7 +99,6 @@ class RoleSettings(SettingsModel):
 
 
 ENGINE = ("generate", "leave", "pause", "resume", "load", "health")
-"""What a generation engine is asked for (``GenerationEngine``)."""
 
 
 class RolloutSettings(RoleSettings):
@@ -123,9 +117,8 @@ class EnvironmentSettings(RoleSettings):
     own in the column ``environment``; a row without is played in ``episode.environment``. Empty: that column means nothing."""
     placement: Placement = Placement(num_cpus=0.5)
     episodes_at_once: int | None = Field(None, ge=1)
-    """Episodes that one actor plays at once; the others wait in it, which counts for ``episode_timeout``. A group with more
-    members is split over the actors. None: all that the actor is given. Set it where an episode needs memory or cores of its own
-    (browsers, desktops); with 1 an episode that ends its actor takes no other one with it."""
+    """Episodes that one actor plays at once; more of a group go to other actors. None: all that it is given. Set it where an
+    episode needs memory or cores of its own (browsers, desktops)."""
     attempts: int = Field(3, ge=1)
     """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
     group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""
@@ -152,17 +145,14 @@ class PolicySettings(SettingsModel):
     update: UpdateSettings = UpdateSettings()
     placement: Placement = Placement()
     step_timeout: float = Field(3600.0, gt=0)
-    """Seconds for one call of the trainer (a step, a checkpoint, an export). Raise it for large steps on slow devices, with
-    ``recovery.stall_timeout``."""
+    """Seconds for one call of the trainer (step, checkpoint, export). Raise it for large steps, with ``recovery.stall_timeout``."""
 
 
 class AlgorithmSettings(SettingsModel):
     group_size: int = Field(8, ge=1)
-    """Trajectories per task that share a baseline. Raise it when whole groups fail or the baseline is noisy; the cost is
-    proportional."""
+    """Trajectories per task that share a baseline. Raise it when the baseline is noisy; the cost is proportional."""
     groups_per_step: int = Field(8, ge=1)
-    """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of
-    them."""
+    """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of them."""
     advantage: AdvantageChoice = AdvantageChoice()
     filtering: FilteringSettings = FilteringSettings()
     replay: ReplaySettings = ReplaySettings()
@@ -183,12 +173,10 @@ class WeightSyncSettings(SettingsModel):
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over synced weights. Raise it for large models over slow networks."""
     logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
-    """The log-prob check at the start. stop: the run ends when engines and trainer disagree about the same weights. self_test:
-    also perturb each group of parameters in turn and require the engines to follow; choose stop for large models in bfloat16,
-    whose rounding can look like a failure. warn: as self_test, but go on; only while you look for the reason."""
+    """The log-prob check at the start. stop: the run ends when engines and trainer disagree. self_test: also perturb each group of
+    parameters (not for large bfloat16 models). warn: as self_test, but go on."""
     tolerance: float | None = Field(None, gt=0)
-    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known
-    reason."""
+    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known reason."""
 
 
 def _name(text: str) -> str:
@@ -227,8 +215,7 @@ class RunConfig(SettingsModel):
     """Where metrics go besides ``metrics.jsonl`` and Prometheus, for example ``loggers: [{kind: tensorboard},
     {kind: wandb}]``. One that fails is dropped with an event; the run goes on."""
     keep_rollouts: int = Field(4, ge=0)
-    """Groups per step written to ``rollouts/`` with texts and images; 0: none. Raise it to read more of them in the report, at
-    the cost of disk."""
+    """Groups per step written to ``rollouts/`` with texts and images; 0: none. Raise it to read more of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -255,8 +242,7 @@ class RunConfig(SettingsModel):
 
     @property
     def reference_kind(self) -> Literal["none", "actor", "adapter_off"]:
-        """Where the reference's log-probs of the KL term come from: actors with the start model, or the policy without its
-        adapter."""
+        """``actor`` with the start model, or the policy without its adapter: where the reference's log-probs come from."""
         if not self.policy.loss.kl_coef:
             return "none"
         return "actor" if self.policy.engine.lora is None else "adapter_off"

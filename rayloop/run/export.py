@@ -15,11 +15,8 @@ from rayloop.run.config import RunConfig
 
 
 def export(source: Path, out: Path, dtype: str) -> int:
-    """Write ``source`` (a run folder, one of its checkpoints, or a model folder) to ``out``. Returns exit code 0.
-
-    ``dtype``: float32, or bfloat16, which halves the folder and rounds the weights. Adapters are merged.
-    Raises ConfigError when ``source`` is none of these or ``out`` is not empty, CheckpointError when it cannot be read.
-    """
+    """Write ``source`` (a run folder, a checkpoint or a model folder) to ``out``, adapters merged, and return exit code 0.
+    ``dtype``: float32 or bfloat16 (half the size). Raises ConfigError (``out`` is not empty) and CheckpointError."""
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; name a new folder")
     if is_model(source):
@@ -97,12 +94,8 @@ def model_of(source: Path, kept: Path) -> Path:
     target = kept / f"{checkpoint.folder.parents[1].name}-{checkpoint.folder.name}-{checkpoint.lineage}"
     if not is_model(target):
         shutil.rmtree(target, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=_made(kept)) as aside:
+        kept.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept) as aside:
             _export_checkpoint(checkpoint, Path(aside) / "model", "float32")
             (Path(aside) / "model").rename(target)
     return target
-
-
-def _made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

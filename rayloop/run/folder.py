@@ -1,7 +1,4 @@
-"""The run folder: where one run keeps everything, and the only place that knows its layout (docs/run_folder.md).
-
-The process that starts the run acquires the folder; the driver, which may live on another node, writes into it.
-"""
+"""The run folder and its layout (docs/run_folder.md). The process that starts the run acquires it; the driver writes into it."""
 
 from __future__ import annotations
 
@@ -52,11 +49,8 @@ class RunFolder:
 
     @contextmanager
     def acquired(self, resume: str = "auto") -> Iterator[RunFolder]:
-        """Make the layout and hold the lock. ``resume`` is ``checkpoint.resume``: auto, never, or a checkpoint folder.
-
-        Raises RunNameInUse when another live process holds the folder, and, with ``never``, when it holds a run; ConfigError when
-        it cannot be made; StorageFailed when it cannot be written.
-        """
+        """Make the layout and hold the lock. ``resume``: auto, never, or a checkpoint folder. Raises RunNameInUse (a live holder;
+        with ``never`` any run), ConfigError (not possible to make) and StorageFailed (not writable)."""
         make_folder(self.path, "output=FOLDER")
         try:
             with needed(self.lock.path):
@@ -97,10 +91,7 @@ class RunFolder:
         write_whole(self.path / "replay_buffer_stats.json", (encode(found) + "\n").encode(), durable=False)
 
     def truncate_after(self, step: int) -> int:
-        """After a restore: move what was recorded of later steps aside, so that no step is on record twice.
-
-        Metrics go to ``metrics.jsonl.attempt-K``, rollout files get the suffix. Returns the metrics records moved.
-        """
+        """Move the records of later steps to ``*.attempt-K`` after a restore. Returns the number of metrics records moved."""
         with needed(self.path):
             moved = self.metrics.split(lambda record: int(record.get("step", 0)) <= step, _aside(self.metrics.path))
             self.rollouts.set_aside_after(step)
@@ -125,13 +116,11 @@ def make_folder(path: Path, choice: str) -> None:
 
 
 FORGETS = "(the oldest images leave the context)"
-"""Stands for a context that begins anew, whose turns were shown before."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """A turn after the prompt, as text. ``images`` are entries like those of ``RolloutRecord.images``, ``executed`` is
-    ``Turn``'s."""
+    """A turn after the prompt, as text, with ``images`` like those of ``RolloutRecord`` and ``Turn.executed``."""
 
     role: str
     text: str
@@ -142,12 +131,8 @@ class RolloutTurn:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One line of a rollout file. ``group`` is the group number, ``versions`` the first and last that sampled.
-
-    ``reward`` and ``advantage`` are None where they do not exist, ``unscored`` then says why; ``status`` is ``kept`` or
-    why the trajectory was not trained. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``.
-    ``truth`` is the task's ground truth. ``length`` counts all tokens (expanded), ``sampled_tokens`` the policy's.
-    """
+    """One line of a rollout file. ``versions``: first and last that sampled. ``unscored``: why there is no ``reward``. ``status``:
+    ``kept``, or why not. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``. ``length``: all tokens."""
 
     group: int
     sample: int
@@ -209,8 +194,7 @@ class RolloutDump:
 def rollout_record(
     group: Group, member: Member, trajectory: Trajectory, plain: Callable[[TokenIds], str], shown: Callable[[TokenIds], str]
 ) -> RolloutRecord:
-    """The record of one trajectory, whose first turn is the prompt. Of token ids ``plain`` makes the text that the reward is given
-    (for sampled turns), ``shown`` the text with its markup (for all others)."""
+    """The record of one trajectory. ``plain`` decodes sampled turns as the reward sees them, ``shown`` others with markup."""
     prompt, *turns = trajectory.turns
     outcome, summary = member.outcome, member.summary
     scored = outcome if isinstance(outcome, Scored) else None

@@ -29,10 +29,7 @@ class Play:
 
 
 def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int) -> list[Play]:
-    """The right image once per task, the swapped images with ``controls``, and ``samples`` sampled answers per task.
-
-    With ``evaluation.greedy: false`` the right image has the sampled answers, one at least.
-    """
+    """The right image per task, swapped ones with ``controls``, and ``samples`` sampled answers (not greedy: of RIGHT)."""
     greedy = config.evaluation.greedy
     sampling = config.rollout.sampling.sampling(greedy=greedy)
     arms = {RIGHT: list(tasks)}
@@ -78,11 +75,8 @@ def blind(config: RunConfig, train: Dataset, tasks: Sequence[Task]) -> list[Item
 
 
 def metrics(items: Sequence[Item], table: dict[str, Any]) -> dict[str, float]:
-    """val/reward/mean, val/<source>/reward/mean, val/<component>/mean of the right image, val_sampled/... of its sampled
-    answers, and val/control/<arm>/...
-
-    Answers without a score are left out of the means and counted in val/unscored.
-    """
+    """val/reward/mean, val/<source>/reward/mean, val/<component>/mean of the right image, val_sampled/... of its sampled answers,
+    and val/control/<arm>/... Answers without a score are left out of the means and counted in val/unscored."""
     right, drawn = _of(items, RIGHT), _of(items, SAMPLED)
     names = _curve("val", right, table.get(RIGHT, {}))
     for source in sorted({item.source for item in right} - {""}):

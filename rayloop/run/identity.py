@@ -1,12 +1,9 @@
-"""Whether a checkpoint fits the run that wants to continue it, found out before anything starts. No torch, no ray.
-
-A checkpoint's marker (rayloop/run/checkpoint.py) carries, as plain JSON, what ``about`` describes: the schema version, hashes
-of the model's files and the whole configuration.
-"""
+"""Whether a checkpoint fits the run that wants to continue it, checked before anything starts. No torch, no ray. The marker carries
+what ``about`` describes: schema version, hashes of the model's files, the configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +14,8 @@ from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 
 SCHEMA, READ = 3, (2, 3)
-"""Of a checkpoint: what its marker carries, and what its files hold. ``SCHEMA`` is written, those of ``READ`` are read.
-
-1: the driver's part was a pickle of classes (driver.pkl). 2: it is plain data. 3: so are the trainer's index and random states.
-"""
+"""Of a checkpoint: what its marker carries, and what its files hold. ``SCHEMA`` is written, those of ``READ`` are read. 1: the
+driver's part was a pickle of classes (driver.pkl). 2: it is plain data. 3: so are the trainer's index and random states."""
 _READ = " and ".join(map(str, READ))
 
 FILES = {
@@ -46,8 +41,7 @@ class ResumeRefused(ConfigError):
 
 
 def pinned(config: RunConfig, checkpoint: Checkpoint | None = None) -> RunConfig:
-    """The same with the commit that a model of the Hub has now, or had when the run to continue began, as its revision: all actors
-    load that one. Raises ConfigError."""
+    """The same with the Hub's commit of now, or of the run to continue, as revision. Raises ConfigError."""
     model, then = config.model, checkpoint.about.get("config", {}).get("model", {}) if checkpoint else {}
     revision = model.revision or (then.get("revision") if then.get("path") == model.path else None)
     commit = resolve(model.path, revision).commit
@@ -88,26 +82,22 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
     if then.get("schema") not in READ:
         return _other_schema(then.get("schema", 0))
     for name, before in then["identity"].items():
-        if name != "data.train" and before not in (hashes[name], _unsaid(name, config)):
+        unnamed = config.model.path if name == "weights" and config.model.revision else None  # a Hub's model without a commit
+        if name != "data.train" and before not in (hashes[name], unnamed):
             other = "differ from those" if name == "weights" else "differs from that"
             return f"it was trained from a model whose {name} {other} of model.path {config.model.path}. Name that model"
     old, new = _both(then, config)
     for key in {**old, **new}:
         if old.get(key) != new.get(key) and _fixed(key):
             return f"{key} was {old.get(key)} and is {new.get(key)}. Set it back"
-    if (tasks := _tasks(config)) != then["tasks"]:  # also of the same file: another reader may leave out other rows
+    tasks = len(Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None))
+    if tasks != then["tasks"]:  # also of the same file: another reader may leave out other rows
         return f"data.train had {then['tasks']} usable rows and has {tasks}, which are visited in another order. Name the same rows"
     return None
 
 
-def _unsaid(name: str, config: RunConfig) -> str | None:
-    """The weights of a Hub's model in a checkpoint that names no commit."""
-    return config.model.path if name == "weights" and config.model.revision else None
-
-
 def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Each value of a checkpoint and of now by dotted key. Older checkpoints have other keys in place of
-    ``policy.engine.train_vision`` and ``data.order: file``."""
+    """Each value of a checkpoint and of now by dotted key; the keys of older checkpoints are translated."""
     old, new = _flat(then["config"]), _flat(config.model_dump(mode="json", by_alias=True))
     if not old.pop("data.shuffle", True):
         old["data.order"] = "file"
@@ -131,18 +121,9 @@ def _fixed(key: str) -> bool:
     return chosen and key not in FREE
 
 
-def _tasks(config: RunConfig) -> int:
-    return len(Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None))
-
-
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     """Nested mappings as dotted keys; everything else is a value."""
-    return dict(_items(value, prefix))
-
-
-def _items(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, part in value.items():
-            yield from _items(part, f"{prefix}.{key}" if prefix else key)
-    else:
-        yield prefix, value
+    if not isinstance(value, Mapping) or not value:
+        return {prefix: value}
+    parts = (_flat(part, f"{prefix}.{key}" if prefix else key) for key, part in value.items())
+    return {key: each for part in parts for key, each in part.items()}

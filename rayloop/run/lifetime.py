@@ -1,6 +1,4 @@
-"""Settings of what happens around the steps of a run (checkpoints, evaluation, reports, recovery, preemption), and the order of all
-durations. No torch, no ray.
-"""
+"""Settings of checkpoints, evaluation, reports, recovery and preemption, and the order of all durations. No torch, no ray."""
 
 from __future__ import annotations
 
@@ -23,17 +21,15 @@ COMPILED = 1200.0
 
 class CheckpointSettings(SettingsModel):
     every: int = Field(10, ge=1)
-    """Steps between checkpoints; the last step is always saved. Lower it where machines may be taken away, raise it when saving
-    is slow."""
+    """Steps between checkpoints; the last is always saved. Lower it where machines may be lost, raise it when saving is slow."""
     asynchronous: bool = False
     """Training goes on while a checkpoint is written, from a copy in the memory of the ranks' machines, as large as the checkpoint.
     Turn it on where saving takes as long as steps do and that memory is there (docs/reliability.md)."""
     keep: int = Field(2, ge=1)
     """Complete checkpoints that stay on disk; each is the weights and the optimizer's state. Raise it to go back further."""
     resume: LocalPath = "auto"
-    """auto: continue from the newest complete checkpoint if there is one; never; or the folder of a checkpoint. A named folder is
-    what every start begins from, and what the run had quarantined is played again: name it once, after what made good rows fail
-    has been repaired (a full disk, a broken environment), and leave it out to go on with what was trained since."""
+    """auto: continue from the newest complete checkpoint; never; or the folder of a checkpoint, from which every start begins and
+    plays quarantined rows again: name it once, after the repair of a disk or environment."""
 
     @property
     def named(self) -> bool:
@@ -61,12 +57,10 @@ class EvaluationSettings(SettingsModel):
     every: int = Field(0, ge=0)
     """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
     limit: int | None = Field(None, gt=0)
-    """Rows evaluated, as many of each data source and spread over the file, always the same; None: all. Set it
-    when evaluation takes longer than what it tells is worth."""
+    """Rows evaluated, evenly over sources and file, always the same; None: all. Set it when evaluation takes too long."""
     patience: int | None = Field(None, ge=1)
-    """Evaluations in a row without a better held-out reward after which the run ends, as finished, without the controls of the last
-    step; None: never. The checkpoint of the best evaluation is saved at once and stays, as ``checkpoints/best``. Set it where more
-    steps may only overfit."""
+    """Evaluations in a row without a better held-out reward after which the run ends, as finished; None: never.
+    ``checkpoints/best`` keeps the best one's. Set it where more steps may only overfit."""
     greedy: bool = True
     """The likeliest answer instead of a sampled one: less noise, but not the policy that is trained."""
     samples: int = Field(0, ge=0)
@@ -93,9 +87,8 @@ class ReportSettings(SettingsModel):
 
 class RecoverySettings(SettingsModel):
     replacements: int = Field(12, ge=0)
-    """Times an hour that one actor (a slot of its role) may be replaced; then it waits, while others go on. The policy group may be
-    rebuilt from the last checkpoint half as often, and a driver that died be started anew a sixth as often. Raise it on machines
-    that are taken away often; 0 to see why an actor died."""
+    """Times an hour that one actor may be replaced; the policy group is rebuilt half as often, a driver restarted a sixth as often.
+    Raise it on machines that are taken away often; 0 to see why an actor died."""
     health_timeout: float = Field(30.0, gt=0)
     """Seconds an idle actor may leave a health check unanswered before it is replaced; a sixth of them lies between two checks.
     Raise it for nodes that are very busy, and when there are hundreds of actors."""
@@ -103,9 +96,8 @@ class RecoverySettings(SettingsModel):
     """Seconds for placing and starting an actor; on GPUs 1,200 with vLLM and SGLang, which compile. Raise it where nodes come late,
     and for large models on slow storage; the policy's ranks have 600 at least."""
     stall_timeout: float = Field(4500.0, gt=0)
-    """Seconds in which nothing that the driver waits for ended, before the run stops; after 30 of them a stall is reported, with
-    stacks. Above the longest single call, a step of the trainer or an episode: raise it with them (docs/choosing_settings.md has
-    the order of all durations)."""
+    """Seconds without progress after which the run stops; after 30 s a stall is reported, with stacks. Keep it above the longest
+    single call (docs/choosing_settings.md has the order of all durations)."""
 
     @property
     def policy_restarts(self) -> int:

@@ -1,14 +1,5 @@
-"""The lock of a run folder: one live process per run name, recovered by itself when that process is gone.
-
-``run.lock`` names its holder; an empty file means nobody. It is judged and rewritten under ``flock``, so two processes
-that start at the same moment cannot both win; where the file system knows no flock (Lustre mounted without it, some FUSE), under a
-file that only one can create. A holder on this host is looked up exactly (pid, start time and boot id);
-one on another host counts as gone when its heartbeat (the file's modification time) has stopped.
-
-A holder that was suspended (SIGSTOP, a paused machine, a partition) may wake up after it was taken for gone. ``run.fence``
-therefore counts the holders, and the drivers that one of them makes: a writer compares the number first (``Fence``), and ends when
-it is another's.
-"""
+"""The lock of a run folder. ``run.lock`` names the holder, rewritten under ``flock`` or a file that only one can create. A holder
+on this host is looked up; another's heartbeat (the file's time) stops. Writers compare the number in ``run.fence`` first."""
 
 from __future__ import annotations
 
@@ -43,7 +34,6 @@ JUDGING = 30.0
 POLL, AGAIN = 0.1, 1.0
 """Seconds between two tries to judge the file, and between two looks at a holder on another host."""
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
-"""What flock says where it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +50,7 @@ class Holder:
         return cls(os.getpid(), socket.gethostname(), _boot_id(), psutil.Process().create_time())
 
     def gone(self, silence: float) -> bool:
-        """Whether the process has ended, as far as can be told here. ``silence``: seconds since its last heartbeat."""
+        """Whether the process has ended, as far as this host can see. ``silence``: seconds since its last heartbeat."""
         if self.host != socket.gethostname():
             return silence > SILENCE
         if self.boot_id != _boot_id():
@@ -83,7 +73,7 @@ class Fence:
     number: int
 
     def check(self) -> None:
-        """Raises RunTaken when another process has taken the run since; OSError when that cannot be told."""
+        """Raises RunTaken when another process has taken the run since; OSError when the file cannot be read."""
         if not self.number:
             return
         if not (newest := _newest(self.path)):  # it was written before this holder began
@@ -113,11 +103,8 @@ class RunLock:
         self._heart: threading.Thread | None = None
 
     def acquire(self) -> Holder | None:
-        """Take the lock; its parent folder exists. Returns the dead holder it was recovered from, if any.
-
-        Waits while it cannot be told whether a holder on another host lives, for ``SILENCE`` seconds at most. Raises RunNameInUse
-        while another process holds it, ConfigError when the file system does not answer.
-        """
+        """Take the lock; its parent folder exists. Returns the dead holder if there was one; waits up to ``SILENCE`` s for a holder
+        on another host. Raises RunNameInUse, and ConfigError when the file system does not answer."""
         me, seen = Holder.this_process(), 0.0
         while True:
             with _alone(self.path) as file:
@@ -143,8 +130,7 @@ class RunLock:
         return former
 
     def renew(self) -> None:
-        """Before another driver writes for this holder: the former one may only have been suspended, and is refused from now on. On
-        storage that takes nothing it is not, and the next one is refused nothing either."""
+        """Refuse the former driver of this holder, which may only be suspended, before another one writes."""
         with suppress(OSError), _alone(self.path) as file, self._renewing:
             if _read(file) == Holder.this_process():
                 fence = Fence(self.fence.path, _newest(self.fence.path) + 1)
@@ -167,7 +153,7 @@ class RunLock:
                 _write(file, "")
 
     def holder(self) -> Holder | None:
-        """Who holds it and lives, as far as can be told here; None when nobody does. Takes nothing, and waits for nobody."""
+        """Who holds it and lives, as far as this host can see; None when nobody does. Takes nothing, and waits for nobody."""
         try:
             with self.path.open(encoding="utf-8") as file:
                 holder, beat = _read(file), os.fstat(file.fileno()).st_mtime

@@ -1,4 +1,4 @@
-"""A curriculum: which rows come first (``data.order``). A row's ``tier`` is when its turn is in the first epoch: 0, then 1, ..."""
+"""The rows that a run trains on and is measured on, and a curriculum (``data.order``): rows of ``tier`` 0, then 1, ..."""
 
 from __future__ import annotations
 
@@ -11,12 +11,54 @@ from typing import Protocol
 from pydantic import Field
 
 from rayloop.config.settings import LocalPath, SettingsModel
-from rayloop.core.failures import ConfigError
+from rayloop.core import incidents
+from rayloop.core.events import Event
+from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import Task
+from rayloop.data.cursor import evenly
+from rayloop.data.dataset import Dataset
 from rayloop.measure.controls import RIGHT, SAMPLED
-from rayloop.run.folder import RunFolder
+from rayloop.run.config import RunConfig
+from rayloop.run.folder import SHOWN, RunFolder
 from rayloop.run.held_out import read_items
 from rayloop.run.records.jsonl import JsonLines
+
+
+class Reports(Protocol):
+    """Receives the events of a run, and the rows that are quarantined (rayloop/run/reporter.py)."""
+
+    def event(self, event: Event) -> None: ...
+
+    def bad_row(self, failure: DataFailure) -> None: ...
+
+
+def training_rows(config: RunConfig, reporter: Reports) -> Dataset:
+    """``data.train``. Bad rows are quarantined; with ``data.strict`` the first raises DataFailure. ConfigError: there is none."""
+    return _read(config.data.train, config, reporter)
+
+
+def held_out_rows(config: RunConfig, reporter: Reports) -> list[Task]:
+    """Rows of ``data.eval``, evenly over its sources; none without evaluations. Raises as ``training_rows``."""
+    if not config.evaluation.every or config.data.eval is None:
+        return []
+    return evenly([*_read(config.data.eval, config, reporter)], config.evaluation.limit)
+
+
+def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
+    left_out: list[DataFailure] = []
+
+    def leave_out(failure: DataFailure) -> None:
+        left_out.append(failure)
+        reporter.bad_row(failure)
+
+    dataset = Dataset(path, config.data.reader.build(), config.data.strict, leave_out, config.environment.kinds)
+    if len(left_out) > SHOWN:
+        read = len(left_out) + len(dataset)
+        why = f"{len(left_out)} of the {read} rows of {path} are left out; quarantine.jsonl of the run lists each with its reason"
+        reporter.event(incidents.DataWarning(why=why))
+    if warning := dataset.warning():
+        reporter.event(incidents.DataWarning(why=warning))
+    return dataset
 
 
 class Order(Protocol):
@@ -26,16 +68,12 @@ class Order(Protocol):
 
 
 class BySolveRate:
-    """First the rows that a policy sometimes solves, which teach most; then those of which nobody knows, then all others.
-
-    ``rates`` is what an evaluation of the training rows left (``eval CONFIG --data TRAIN --samples 4 --out DIR``), or an earlier
-    run over the same rows, whose own trajectories then count.
-    """
+    """First the rows that a policy sometimes solves, then unknown ones, then all others. ``rates``: the folder of an evaluation of
+    the training rows (``eval CONFIG --data TRAIN --samples 4 --out DIR``), or of an earlier run."""
 
     class Settings(SettingsModel):
         rates: LocalPath
-        """The ``items.jsonl`` of that evaluation; or the folder of an earlier run, which costs no evaluation: as many of its
-        groups count as its ``keep_rollouts`` has kept of each step."""
+        """The ``items.jsonl`` of that evaluation, or the folder of an earlier run with ``keep_rollouts`` above 0."""
         low: float = Field(0.1, ge=0, le=1)
         """Share of right answers from which a row comes first. Raise it to begin with easier rows."""
         high: float = Field(0.9, ge=0, le=1)

@@ -37,8 +37,7 @@ def run_of(namespace: str) -> str:
 
 @contextmanager
 def findable(file: Path, address: str, namespace: str) -> Iterator[None]:
-    """Write where this process's cluster is, readable by its owner only, and remove that with the block, if the storage lets it.
-    Raises StorageFailed when it cannot be written."""
+    """Write this process's cluster address, readable by its owner only, until the block ends. Raises StorageFailed."""
     token = os.environ.get("RAY_AUTH_TOKEN_PATH", "") if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     place = Place(address, token, namespace)
     with needed(file):

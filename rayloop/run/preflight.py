@@ -31,8 +31,8 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
             )
     installed(config.loggers)
     held_in(config)
-    if trains:
-        trainable(config)
+    if trains and (why := config.engine.untrainable()):
+        raise ConfigError(why)
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and complete(Path(resume)) is None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
@@ -41,8 +41,7 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
 
 
 def known(config: RunConfig) -> None:
-    """Raises ConfigError unless the model is a folder, or one of the Hub that is in the cache or can be asked for, and of a kind
-    that can be trained."""
+    """Raises ConfigError unless the model is a folder, or one of the Hub that can be had, of a kind that can be trained."""
     model = config.model.path
     if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
         raise ConfigError(
@@ -57,22 +56,13 @@ def known(config: RunConfig) -> None:
 
 
 def held_in(config: RunConfig) -> str:
-    """How the run's environments hold in what the policy wrote, on this machine; empty when none executes any.
-
-    An environment's class says it itself: ``preflight(settings)`` returns words, or raises ConfigError.
-    """
+    """How the environments confine the policy's code, by ``preflight(settings)`` of their classes; empty when none runs any."""
     said = []
     for kind in (config.environment.episode.environment, *config.environment.kinds.values()):
         check, settings = getattr(kind.resolve(), "preflight", None), kind.settings_class()
         if check is not None and settings is not None:
             said.append(check(settings.model_validate(kind.with_)))
     return "; ".join(dict.fromkeys(filter(None, said)))
-
-
-def trainable(config: RunConfig) -> None:
-    """Raises ConfigError when the engine's answers could not be trained on."""
-    if why := config.engine.untrainable():
-        raise ConfigError(why)
 
 
 def bannable(config: RunConfig, banned: int) -> None:

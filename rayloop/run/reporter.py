@@ -1,4 +1,4 @@
-"""What a run tells about itself: metrics, events, quarantined rows and sampled rollouts, in the run folder and to the console."""
+"""The reports of a run: metrics, events, quarantined rows and sampled rollouts, in the run folder and to the console."""
 
 from __future__ import annotations
 
@@ -23,14 +23,10 @@ from rayloop.run.held_out import gain, metrics, read_items
 from rayloop.run.records.step_metrics import Collected, step_metrics
 
 Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
-"""Makes a logger, of the run's name and configuration."""
 
 
 class Updates:
-    """What was reported last, for a console that asks again and again: ("event", record) or ("step", metrics), numbered from 0.
-
-    Only the newest ``KEPT`` are held; a console that was away for longer misses those before, which are in the run folder.
-    """
+    """The newest ``KEPT`` reports for a console that polls: ("event", record) or ("step", metrics), numbered from 0."""
 
     KEPT = 1000
 
@@ -138,10 +134,7 @@ class Reporter:
         self._lengths.restore(state["lengths"])
 
     def begin(self, step: int, lineage: int, checkpoint: Checkpoint | None) -> None:
-        """A lineage begins at ``step``: what an earlier one recorded of later steps is moved aside.
-
-        Only now, when the checkpoint has been restored, does this run's configuration replace the one in the folder.
-        """
+        """A lineage begins at ``step``: later records are moved aside, and this run's configuration is written."""
         self._step = step
         moved = self.folder.truncate_after(step)
         self.folder.write_config(dump(self.config))

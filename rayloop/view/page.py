@@ -49,7 +49,6 @@ MAX_PIXELS = 100_000_000
 """Images beyond this are named instead of shown."""
 
 CURVES = ("val_sampled/reward/mean", "val/reward/mean")
-"""Of the policy that is trained, and of its likeliest answers."""
 CHARTS = (
     ("Held-out reward, sampled and greedy (shaded: 95 % interval, dotted: at the start)", *CURVES),
     ("Reward: training (reward/mean), held-out, controls", "reward/mean", *CURVES, "val/control/*/reward/mean"),
@@ -71,15 +70,13 @@ CHARTS = (
     ("End reasons, and answers cut by a limit of tokens (share)", "end_reason/*", "response_length/clip_ratio"),
     ("Flags (share)", "flag/*"),
 )
-"""Title, and patterns of the metrics that it shows."""
 COUNTS = ("filtered/", "excluded/", "stale/", "surplus/", "cancelled/", "end_reason/", "flag/")
 """Metrics that are absent where they would be 0."""
 ROUTINE = ("start", "begin", "logprob_check", "self_test", "evaluated", "controls", "gain", "trained", "checkpoint", *ENDS)
 
 
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
-    """Write the page of the run ``run``, with at most ``groups`` recorded groups, to ``out`` (default: ``report.html`` in it), and
-    return its path. Raises ConfigError when ``run`` holds no run or the file cannot be written."""
+    """Write a run's page with at most ``groups`` groups to ``out`` (default: its ``report.html``). Raises ConfigError."""
     folder = open_run(run)
     target = out or folder.path / "report.html"
     text = page(content(folder, groups))

@@ -14,7 +14,6 @@ from rayloop.run.records.events import KINDS
 from rayloop.view.reader import ENDS, Record
 
 HOUR = 3600.0
-"""Seconds over which a budget is counted: those of ``recovery`` are of an hour."""
 PROGRESS = {kind for kind, event in KINDS.items() if event.__module__ == events.__name__} - set(ENDS)
 """Events that happen only while things go as they should."""
 NEWEST = 5
@@ -117,10 +116,7 @@ class Vitals:
 
     def _begin(self, record: Record) -> None:
         self.step = self.checkpoint_step = int(record.get("step") or 0)
-        if record["restored"] is None:
-            self.checkpoint_time = None
-        else:
-            self.checkpoint_time = self.checkpoint_time or record["time"]
+        self.checkpoint_time = None if record["restored"] is None else self.checkpoint_time or record["time"]
 
     def budget(self, name: str, now: float) -> int:
         """How often in this hour an actor of the role may still be replaced (the policy rebuilt, the driver restarted)."""
@@ -147,10 +143,6 @@ class Vitals:
             found[f"recovery/budget_left/{name}"] = self.budget(name, now)
         found["recovery/steps_since_checkpoint"] = self.step - self.checkpoint_step
         found["recovery/checkpoint_every"] = self.every
-        if self.checkpoint_time is not None:
-            found["recovery/checkpoint_age"] = now - self.checkpoint_time
-        if self.progress is not None:
-            found["recovery/progress_age"] = now - self.progress
-        if (beat := self.folder.lock.heartbeat()) is not None:
-            found["recovery/lock_age"] = now - beat
+        times = {"checkpoint": self.checkpoint_time, "progress": self.progress, "lock": self.folder.lock.heartbeat()}
+        found |= {f"recovery/{name}_age": now - when for name, when in times.items() if when is not None}
         return {key: float(value) for key, value in found.items()}

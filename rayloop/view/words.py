@@ -22,7 +22,6 @@ PHASES = {
     "testing": "evaluating",
     "save_checkpoint": "saving a checkpoint",
 }
-"""What a run is doing, by the driver's phase, which is the name of its timing."""
 
 
 def doing(phase: str, progress: tuple[int, int] | None) -> str:
@@ -83,12 +82,11 @@ def _starting(record: Record) -> str:
 
 
 def _begin(record: Record) -> str:
-    moved = record["superseded_records"]
     restored = record["restored"]
     parts = ["training begins with the start model" if restored is None else f"training continues from {restored}"]
     if best := record.get("best"):
         parts.append(f"the best held-out reward so far is {number(best['reward'])}, of step {best['step']}")
-    if moved:
+    if moved := record["superseded_records"]:
         parts.append(f"records of {moved} later steps are moved aside")
     return "; ".join(parts)
 

@@ -27,7 +27,7 @@ from rayloop.grpo.filters import build_filters
 from rayloop.rollout.manager import Hold, RolloutManager
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout
 from rayloop.run.config import RunConfig
-from rayloop.run.rows import training_rows
+from rayloop.run.order import training_rows
 from tests.support.plain import saved_and_read
 from tests.support.runs import ledger_closes, settings
 

@@ -34,8 +34,8 @@ from rayloop.engines.models import save_model
 from rayloop.engines.training import collator
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
+from rayloop.run.order import training_rows
 from rayloop.run.reporter import Reporter
-from rayloop.run.rows import training_rows
 from tests.engines.prompts import image
 from tests.support import local
 from tests.support.local import LocalActor

@@ -28,7 +28,7 @@ from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters import build_filters
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
-from rayloop.run.rows import training_rows
+from rayloop.run.order import training_rows
 from tests.support.runs import settings
 
 

@@ -71,8 +71,7 @@ class Wanted:
 
 
 def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
-    """Write ``out/SPLIT.jsonl`` and ``out/images``; return the rows of each split, and the rows left out. Reads the published rows
-    twice: first without images, to choose. Raises ConfigError when files are missing, or no row can be used."""
+    """Write ``out/SPLIT.jsonl`` and ``out/images``; return each split's rows and the rows left out. Raises ConfigError."""
     splits = wanted.published or present(how, source)
     left_out: list[DataFailure] = []
     light: list[tuple[str, Row]] = []
@@ -199,11 +198,8 @@ def in_order(count: int, wanted: Mapping[str, int]) -> list[str | None]:
 
 
 def stratified(strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: Mapping[str, int], seed: int) -> list[str | None]:
-    """The split of each row, at random: each stratum in the same shares, no group in two splits; None for rows left over.
-
-    A whole group goes to the split that lacks most of the group's strata, relative to its target (after Sechidis et al., 2011), so
-    split sizes are exact up to a group's size. Raises ConfigError when more rows are wanted than there are.
-    """
+    """The split of each row, None for rows left over: strata in equal shares, no group in two splits. A whole group goes to the
+    split that lacks most of its strata (Sechidis et al., 2011). Raises ConfigError when rows are too few."""
     count, total = len(strata), sum(wanted.values())
     if total > count:
         raise ConfigError(f"{total} rows are wanted for {', '.join(wanted)}, and there are {count}")
@@ -261,8 +257,7 @@ class Pictures:
         return path, *self._sizes[path]
 
     def frames(self, entry: Any, beside: str, where: str) -> list[Any]:
-        """A video as the interpreter reads it: the path of an animated picture, or those of its frames in the folder of its name.
-        Raises DataFailure for a film (mp4, webm)."""
+        """A video: the path of an animated picture, or those of its frames. Raises DataFailure for a film (mp4, webm)."""
         found: list[Any] = []
         for one in entry if isinstance(entry, list | tuple) else (entry,):
             path = self._found(str(one), beside, where, or_folder=True)
@@ -319,9 +314,7 @@ def _plain(data: bytes, where: str) -> bytes:
 
 
 def fractions(box: Any, kind: str, width: int, height: int, where: str) -> list[float]:
-    """Corners [x1, y1, x2, y2] as fractions of an image of ``width`` x ``height`` pixels; ``kind`` as in ``ColumnMap.boxes``.
-
-    Raises DataFailure for other values: nothing is guessed, and nothing moved into the image."""
+    """Corners [x1, y1, x2, y2] as fractions of the image; ``kind`` as in ``ColumnMap.boxes``. Raises DataFailure for others."""
     try:
         a, b, c, d = map(float, () if isinstance(box, str) else box)
     except (TypeError, ValueError) as error:

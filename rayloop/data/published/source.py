@@ -30,12 +30,8 @@ class NewSplit(SettingsModel):
 
 
 class ColumnMap(SettingsModel):
-    """Where a data set is, and which of its columns is which of ours.
-
-    A column is named ``a``, ``a.b`` (key ``b`` of a mapping or of JSON text in ``a``; a number counts in a list), or by a text with
-    such names in braces, such as ``"{@split}/png/{imgname}"``; of several the first that a row has counts. ``@split``, ``@file``
-    (the file's name without its suffix) and ``@index`` (in the split) can be named like columns.
-    """
+    """Where a data set is, and its columns: ``a``, ``a.b`` (a key or list index in ``a``), or a text with names in braces; the
+    first that a row has counts. ``@split``, ``@file`` (without suffix) and ``@index`` are columns too."""
 
     hub: str = ""
     """Name on the Hugging Face Hub (owner/name). Empty: it is not there, or nobody has looked, and ``--from`` is needed."""
@@ -179,8 +175,7 @@ def present(how: ColumnMap, root: Path) -> tuple[str, ...]:
 
 
 def entries(how: ColumnMap, root: Path, split: str) -> Iterator[Mapping[str, Any] | DataFailure]:
-    """The rows of a published split, with ``@split``, ``@file``, ``@index`` and ``@folder`` (their file's) as columns, and a
-    DataFailure for each line that cannot be read. Raises ConfigError."""
+    """The rows of a published split with ``@split``, ``@file``, ``@index``, ``@folder``; bad lines as DataFailure."""
     index = 0
     for path in files(how, root, split):
         for row in _rows(path, how.rows_at):

@@ -15,7 +15,6 @@ from rayloop.run.records.jsonl import JsonLines, encode
 from rayloop.run.records.metrics import validate as unknown_metrics
 
 PARTS = {"What every run does": events, "Incidents": incidents}
-"""Titles, and the modules whose classes stand below them."""
 KINDS: dict[str, type[Event]] = {
     value.kind: value
     for module in PARTS.values()
@@ -60,8 +59,7 @@ class EventLog:
 
 
 def validate(records: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """What is wrong with these records of events.jsonl, one sentence each: a kind that is not in the table, a field that the
-    kind lacks or does not have, a value of another type."""
+    """One sentence for each unknown kind, missing or unknown field, and value of another type in records of events.jsonl."""
     return tuple(problem for record in records for problem in _problems(record))
 
 

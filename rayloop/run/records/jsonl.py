@@ -22,11 +22,8 @@ HELD = 10_000
 
 
 class JsonLines:
-    """A file of records, each with ``schema_version`` and ``time`` (Unix seconds). One process writes it.
-
-    The file is opened at the first ``append``; a line that a killed process left unfinished is removed then. Storage that is full,
-    read-only or away costs nothing but time: what it refuses is written with the next record that it takes.
-    """
+    """A file of records with ``schema_version`` and ``time`` (Unix seconds), written by one process. The first ``append`` removes
+    an unfinished line. What the storage refuses is written with the next record that it takes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -41,8 +38,7 @@ class JsonLines:
         self._write_held()
 
     def beside(self, record: Mapping[str, Any]) -> None:
-        """Write one line to a file that another process writes. It is left out where the storage refuses it, or that process stands
-        still within a line."""
+        """Write one line to another process's file, unless the storage refuses or that process stopped within a line."""
         with suppress(OSError), self.path.open("ab+", buffering=0) as file:
             file.seek(max(0, file.tell() - 1))
             if file.read(1) in (b"", b"\n"):
@@ -92,10 +88,7 @@ class JsonLines:
         return [json.loads(line) for line in lines], offset + len(whole[0]) + len(whole[1])
 
     def split(self, keep: Callable[[Mapping[str, Any]], bool], aside: Path) -> int:
-        """Move the records that ``keep`` refuses to the file ``aside``; returns their number.
-
-        A crash in between leaves them in both files, never in none.
-        """
+        """Move the records that ``keep`` refuses to ``aside``, and return their number. A crash leaves them in both files."""
         self.close()
         records = list(self)
         dropped = [record for record in records if not keep(record)]

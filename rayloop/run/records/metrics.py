@@ -1,8 +1,4 @@
-"""Every metric's name, unit and meaning, once. Names are verl's where they mean the same thing.
-
-Producers write plain strings; ``validate`` finds names that are missing here. ``<...>`` in a name stands for any text.
-docs/metrics.md is made from the table.
-"""
+"""Every metric's name (verl's where it has one), unit and meaning; ``<...>`` is any text. docs/metrics.md is made from it."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ METRICS = tuple(
         ("reward/max", "reward", "Largest of the same rewards."),
         ("reward/<source>/mean", "reward", "The mean by data source."),
         ("reward/component/<name>/mean", "reward", "Mean of one component of the reward."),
-        (
-            "reward/calibration_error",
-            "fraction",
-            "Expected calibration error of the confidences that answers state (components `confidence` and `right`).",
-        ),
+        ("reward/calibration_error", "fraction", "Expected calibration error of stated confidences (component `confidence`)."),
         ("flag/<name>", "fraction", "Share of scored trajectories that carry this flag."),
         # Held-out tasks
         ("val/reward/mean", "reward", "Mean reward on the held-out tasks."),
@@ -69,12 +61,7 @@ METRICS = tuple(
         # The trainer
         ("actor/loss", "1", "The loss (policy gradient, KL, entropy) as aggregated, mean over the step's updates."),
         ("actor/kl", "nats/token", "Mean k3 estimate of KL(current, reference), without its coefficient."),
-        (
-            "actor/entropy",
-            "nats/token",
-            "Mean entropy of the policy's distribution (masked, at its temperature), of what is computed: trajectories with "
-            "an advantage of 0 are left out without a KL or entropy term, as in clip_*, capped and old_behaviour_*.",
-        ),
+        ("actor/entropy", "nats/token", "Mean entropy (masked); an advantage of 0 counts only with a KL or entropy term."),
         ("actor/grad_norm", "1", "Global gradient norm before clipping, mean over the step's updates."),
         ("actor/lr", "1", "Learning rate of the last update."),
         ("actor/updates", "updates", "Optimizer updates done in the step."),
@@ -111,16 +98,8 @@ METRICS = tuple(
         ("rollout/waiting", "requests", "Requests that wait for room in the engines, when last asked (vLLM)."),
         ("rollout/in_flight_limit", "episodes", "Episodes that may play at once; absent while nothing limits them."),
         ("rollout/tokens", "tokens", "Sampled tokens of the finished trajectories."),
-        (
-            "rollout/images_sent",
-            "images",
-            "Images whose bytes went to an engine with a request, because it had not had them; others were only named.",
-        ),
-        (
-            "rollout/images_sent_again",
-            "images",
-            "Those of them that an engine had forgotten: its cache is too small for what plays at once if they are many.",
-        ),
+        ("rollout/images_sent", "images", "Images whose bytes went to an engine; those that it had were only named."),
+        ("rollout/images_sent_again", "images", "Those that an engine had forgotten; its cache is too small if they are many."),
         ("rollout/image_bytes_sent", "bytes", "Bytes of those images."),
         ("rollout/turns/mean", "turns", "Sampled turns per trajectory."),
         ("rollout/seconds/mean", "s", "Wall time of an episode."),
@@ -141,12 +120,8 @@ METRICS = tuple(
         ("recovery/wanted/<role>", "actors", "Actors that the role should have."),
         ("recovery/in_service/<role>", "actors", "Those of them that serve; 0 until all have started."),
         ("recovery/lost/<role>", "losses", "Actors lost since the run was started (policy: rebuilds; driver: deaths)."),
-        (
-            "recovery/budget_left/<role>",
-            "losses",
-            "How many more may be lost in this hour before it is waited, or the run ends (`recovery`).",
-        ),
-        ("recovery/progress_age", "s", "Since anything that the driver waits for has ended, or an event told of progress."),
+        ("recovery/budget_left/<role>", "losses", "How many more may be lost in this hour before a wait, or the run's end."),
+        ("recovery/progress_age", "s", "Since anything that the driver waits for has ended, or an event reported progress."),
         ("recovery/checkpoint_age", "s", "Since the newest checkpoint; absent before the first."),
         ("recovery/steps_since_checkpoint", "steps", "Steps that a resume would repeat."),
         ("recovery/checkpoint_every", "steps", "What `checkpoint.every` says."),
@@ -160,11 +135,7 @@ METRICS = tuple(
         ("timing_s/testing", "s", "Evaluation on held-out tasks."),
         ("timing_s/save_checkpoint", "s", "Saving, of the previous step's checkpoint."),
         ("timing_s/fetch", "s", "Fetching trajectories from the object store on rank 0, part of update_actor."),
-        (
-            "perf/tokens_per_second",
-            "tokens/s",
-            "Sampled tokens of the finished trajectories, per second of the step without its evaluation.",
-        ),
+        ("perf/tokens_per_second", "tokens/s", "Sampled tokens of finished trajectories per second, evaluation left out."),
         ("perf/trajectories_per_second", "trajectories/s", "Finished trajectories per second of the step without its evaluation."),
     )
 )
@@ -176,10 +147,8 @@ def validate(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def prometheus(name: str) -> tuple[Metric, dict[str, str]]:
-    """The row of a metric, and its labels: all that metrics of the same Prometheus name have, "" for those this one lacks.
-
-    Of several rows that fit, the one with the longest fixed text. A name that is not in the table is its own row.
-    """
+    """The row of a metric, and its labels: all that metrics of the same Prometheus name have, "" for those this one lacks. Of
+    several rows that fit, the one with the longest fixed text. A name that is not in the table is its own row."""
     fits = [(row, found.groupdict()) for row, pattern in _patterns().items() if (found := pattern.fullmatch(name))]
     row, labels = max(fits, key=lambda fit: len(_PART.sub("", fit[0].name)), default=(Metric(name, "1", ""), {}))
     return row, {label: labels.get(label, "") for label in _labels(row.prometheus)}

@@ -23,10 +23,7 @@ ARRAY, BYTES = "$array", "$bytes"
 
 
 def write(structure: Path, tensors: Path, value: Any) -> None:
-    """Write ``value``: None, bools, numbers, texts, bytes, arrays, lists and mappings from texts to these.
-
-    Tuples become lists, numpy's numbers Python's. Raises CheckpointError for anything else.
-    """
+    """Write ``value`` of plain types, bytes and arrays; tuples become lists. Raises CheckpointError for anything else."""
     found: dict[str, np.ndarray] = {}
     plain = _Writer(found).plain(value, "state")
     try:

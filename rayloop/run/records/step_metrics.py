@@ -16,12 +16,8 @@ from rayloop.measure.intervals import calibration_error
 
 @dataclass(frozen=True)
 class Collected:
-    """What a step is about: the ``groups`` it trains on (request order), and what happened since the step before.
-
-    ``finished``: the groups that ended, as they were after the filters. ``dropped``: how many trajectories became stale or
-    surplus, by ``state/source``. ``acceptance``: the share that survives the filters, as an exponential average. ``replay``:
-    what the replay buffer holds (``ReplayBuffer.stats``), empty when it is off.
-    """
+    """The ``groups`` of a step (request order), and events since the last one. ``finished``: after the filters. ``dropped``: by
+    ``state/source``. ``acceptance``: share that survives, averaged. ``replay``: ``ReplayBuffer.stats``, empty when off."""
 
     groups: tuple[Group, ...]
     finished: tuple[Group, ...] = ()

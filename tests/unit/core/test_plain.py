@@ -36,9 +36,9 @@ from rayloop.rollout.scheduler import GroupRequest
 from rayloop.run.checkpoint import STRUCTURE, TENSORS, Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import READ
+from rayloop.run.order import training_rows
 from rayloop.run.records import plain_files
 from rayloop.run.reporter import Reporter
-from rayloop.run.rows import training_rows
 from tests.support.plain import saved_and_read
 from tests.support.runs import ROOT, settings
 

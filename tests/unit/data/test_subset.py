@@ -10,7 +10,7 @@ import pytest
 from rayloop.core.types import Task
 from rayloop.data.cursor import evenly
 from rayloop.run.config import RunConfig
-from rayloop.run.rows import held_out_rows
+from rayloop.run.order import held_out_rows
 from tests.support.runs import settings
 from tests.unit.core.test_plain import Told
 

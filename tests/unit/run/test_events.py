@@ -18,10 +18,10 @@ from rayloop.core.failures import DataFailure
 from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import SHOWN
+from rayloop.run.order import training_rows
 from rayloop.run.records.events import KINDS, PARTS, EventLog, validate
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter, Updates
-from rayloop.run.rows import training_rows
 from tests.support.runs import settings
 
 ROOT = Path(__file__).parents[3]

@@ -18,8 +18,7 @@ from rayloop.recipes.arc_vision.data import LargeFirst
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RunFolder
-from rayloop.run.order import BySolveRate
-from rayloop.run.rows import training_rows
+from rayloop.run.order import BySolveRate, training_rows
 from tests.support.runs import settings
 from tests.unit.core.test_plain import Told
 
