@@ -197,11 +197,9 @@ class JudgeClient:
         return batch
 
     async def _send(self, batch: list[_Question]) -> None:
-        """Send a batch until each item has a verdict, is refused, or no caller waits for it any more.
-
-        A batch that fails twice in the same way is sent item by item. The failure of a single item is not the judge's while the
-        canary is right; after ENOUGH of them the item has no verdict.
-        """
+        """Send a batch until each item has a verdict, is refused, or no caller waits for it any more. A batch that fails twice in
+        the same way is sent item by item. The failure of a single item is not the judge's while the canary is right; after ENOUGH
+        of them the item has no verdict."""
         tries, blamed, before = 0, 0, ""
         while batch:
             await self.breaker.closed()

@@ -79,10 +79,8 @@ class Rendezvous:
         self.folder = root.expanduser().absolute() / cluster
 
     def open(self, insecure: bool) -> Path | None:
-        """Prepare the folder for a new head, without what a former one left. Returns the token's path, or None without one.
-
-        Raises ConfigError while the cluster has a live head, and for a folder or a token that others may have written.
-        """
+        """Prepare the folder for a new head, without what a former one left. Returns the token's path, or None without one. Raises
+        ConfigError while the cluster has a live head, and for a folder or a token that others may have written."""
         self._make()
         former = self.head()
         if former is not None and (why := former.stale()) is None:
@@ -173,9 +171,7 @@ class Rendezvous:
 
 class Gone:
     """Whether a head has left: another one is published, it began to leave and is silent, or it was silent for SILENCE seconds.
-
-    ``saves``: a program must save as soon as the head begins to leave. Raises ConfigError when others may write the folder.
-    """
+    ``saves``: a program must save as soon as the head begins to leave. Raises ConfigError when others may write the folder."""
 
     def __init__(self, place: Rendezvous, joined: Head, saves: bool) -> None:
         self._place, self._joined, self._saves = place, joined, saves

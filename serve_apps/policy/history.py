@@ -23,11 +23,9 @@ from rayloop.serve_apps.policy.api import ChatMessage, message_of
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation up to a prompt or an answer: its turns, its images in order, and the answer that it ``continues``.
-
-    ``exact``: its sampled tokens are those that were sampled here; if not, ``why`` says where they differ. ``key`` is the digest
-    of its first ``messages`` messages.
-    """
+    """A conversation up to a prompt or an answer: its turns, its images in order, and the answer that it ``continues``. ``exact``:
+    its sampled tokens are those that were sampled here; if not, ``why`` says where they differ. ``key`` is the digest of its first
+    ``messages`` messages."""
 
     turns: tuple[Turn, ...]
     images: tuple[PromptImage, ...]

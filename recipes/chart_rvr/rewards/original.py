@@ -83,11 +83,9 @@ def last(text: str, tag: str) -> str:
 def table_style_rewards(
     texts: Sequence[str], tables: Sequence[Any] | None, *, fork: bool = False
 ) -> list[tuple[float, tuple[str, ...]]]:
-    """The table reward of each text of a batch, with flags: 0.5 for JSON, the comparison, 0.25 for exactly the two keys.
-
-    A text whose table cannot be parsed is paid for the table of the last text that could: ``stale_table``. When the comparison
-    raises (``comparison_failed``), the original pays nothing for it, and the fork what it had. Without ``tables`` nothing is paid.
-    """
+    """The table reward of each text of a batch, with flags: 0.5 for JSON, the comparison, 0.25 for exactly the two keys. A text
+    whose table cannot be parsed is paid for the table of the last text that could: ``stale_table``. When the comparison raises
+    (``comparison_failed``), the original pays nothing for it, and the fork what it had. Without ``tables`` nothing is paid."""
     if tables is None:
         return [(0.0, ())] * len(texts)
     parsed: Any = _UNPARSED
