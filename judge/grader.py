@@ -41,13 +41,11 @@ class ChatModel(Protocol):
 
     async def identity(self) -> Mapping[str, Any]:
         """What is known of the model behind the name now. Raises InfrastructureFailure when it does not answer."""
-        ...
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
         """The reply to chat messages (OpenAI's form), constrained to the JSON schema. Raises InfrastructureFailure when the engine
         fails, DeadlineExceeded when it takes too long, and DataFailure when it refuses these messages (too long for it, an image
         that it cannot read)."""
-        ...
 
 
 def fingerprint(

@@ -1,8 +1,6 @@
-"""What the model is asked, and how its reply is read.
-
-The prompt has instructions and examples first (a shared prefix), then the item, with the candidate fenced as data. A reply is one
-JSON object of the rubric's form, or no verdict; a substring is never enough.
-"""
+"""What the model is asked, and how its reply is read. The prompt has instructions and examples first (a shared prefix), then the
+item, with the candidate fenced as data. A reply is one JSON object of the rubric's form, or no verdict; a substring is never
+enough."""
 
 from __future__ import annotations
 

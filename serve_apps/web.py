@@ -44,15 +44,12 @@ class Service(Protocol):
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """What must be entered before the first request and left after the last one."""
-        ...
 
     def failing(self) -> dict[str, str]:
         """Each condition that fails, and why; empty when the replica is ready. Must return at once."""
-        ...
 
     def scrape(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        ...
 
 
 class Problem(BaseModel):

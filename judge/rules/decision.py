@@ -1,7 +1,5 @@
-"""Deterministic rules for short answers: the same text, option, yes or no, number, list.
-
-A rule decides only what is the same, or another answer, however the question is meant; the rest is left to a model.
-"""
+"""Deterministic rules for short answers: the same text, option, yes or no, number, list. A rule decides only what is the same, or
+another answer, however the question is meant; the rest is left to a model."""
 
 from __future__ import annotations
 
@@ -91,9 +89,7 @@ def decide(
     if relation != "unclear":
         same = relation == "same"
         return Decision(same, "number", "the same quantity" if same else "another quantity")
-    if same_list(wanted, got, asked):
-        return Decision(True, "list", "the same items in the same order")
-    return UNDECIDED
+    return Decision(True, "list", "the same items in the same order") if same_list(wanted, got, asked) else UNDECIDED
 
 
 @lru_cache(maxsize=256)

@@ -58,9 +58,7 @@ class Head:
         """Why this head cannot be there any more; None: it answers, and its job is not known to have ended."""
         if not accepts(self.address):
             return f"{self.address} accepts no connection"
-        if self.job is not None and slurm_job.ended(self.job):
-            return f"its job {self.job} has ended"
-        return None
+        return f"its job {self.job} has ended" if self.job is not None and slurm_job.ended(self.job) else None
 
 
 def accepts(address: str) -> bool:

@@ -32,9 +32,7 @@ class Budget:
 
     def wait(self, now: float) -> float:
         """Seconds until a unit is left: 0 when one is, infinity for a budget of 0."""
-        if not self.per_hour:
-            return math.inf
-        return max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
+        return math.inf if not self.per_hour else max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
 
     def take(self, now: float) -> None:
         """Take one unit. Raises ValueError when none is left: ``wait`` first."""

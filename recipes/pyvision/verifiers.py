@@ -84,9 +84,7 @@ class Verifiers:
 
     def asked(self, asked: Asked) -> Judged | Awaitable[Judged]:
         """The judge's verdict; without a judge the rules'."""
-        if self._judge is None:
-            return _ruled(asked)
-        return self._judge.score(asked.trajectory, asked.task, asked.context)
+        return _ruled(asked) if self._judge is None else self._judge.score(asked.trajectory, asked.task, asked.context)
 
     async def _equivalent(self, asked: Asked) -> Judged:
         same = await asyncio.to_thread(self.math.same, reference(asked.task), asked.answer)

@@ -1,9 +1,6 @@
-"""Conversations that the endpoint remembers, so that they go on with the very tokens that were sampled.
-
-A client sends its whole history as texts each time, which may render to other tokens than the policy sampled. A known history
-continues as an episode does: its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer
-has ``exact: false``.
-"""
+"""Conversations that the endpoint remembers, so that they go on with the very tokens that were sampled. A client sends its whole
+history as texts each time, which may render to other tokens than the policy sampled. A known history continues as an episode does:
+its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer has ``exact: false``."""
 
 from __future__ import annotations
 

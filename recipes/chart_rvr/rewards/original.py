@@ -106,9 +106,7 @@ def table_style_rewards(
 
 def _block(text: str) -> str:
     inside = last(text, "table")
-    if "```json" in inside:
-        return inside.split("```json")[-1].split("```")[0].strip()
-    return inside.replace("\n", "").strip()
+    return inside.split("```json")[-1].split("```")[0].strip() if "```json" in inside else inside.replace("\n", "").strip()
 
 
 def _has_both_keys(parsed: Any) -> bool:
