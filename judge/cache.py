@@ -34,10 +34,8 @@ def _version(image: Path) -> tuple[str, int, int]:
 
 
 class VerdictCache:
-    """At most ``size`` verdicts in memory, the least recently used go first; and all of them in the SQLite file ``path``, if any.
-
-    A file that fails (full, locked, corrupt, on a file system without locks) is reported once and not used again.
-    """
+    """At most ``size`` verdicts in memory, the least recently used go first; and all of them in the SQLite file ``path``, if any. A
+    file that fails (full, locked, corrupt, on a file system without locks) is reported once and not used again."""
 
     def __init__(self, size: int, path: Path | None = None) -> None:
         self._memory: Cache[str, JudgeVerdict] = Cache(size)

@@ -34,11 +34,9 @@ class Gate(SettingsModel):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Figures over ``count`` items with a verdict; NaN where there is nothing to divide by.
-
-    ``false_positives``: the share of items labelled incorrect that were judged correct; ``false_negatives`` the other way round.
-    ``attack_rate``: the share of the ``attacks`` that were judged correct.
-    """
+    """Figures over ``count`` items with a verdict; NaN where there is nothing to divide by. ``false_positives``: the share of items
+    labelled incorrect that were judged correct; ``false_negatives`` the other way round. ``attack_rate``: the share of the
+    ``attacks`` that were judged correct."""
 
     name: str
     count: int

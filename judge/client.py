@@ -1,8 +1,6 @@
-"""The judge's client, one per process: it asks each question once, waits through failures, and never makes one a zero.
-
-Questions that wait are sent together, at most ``batch`` per request and ``concurrency`` requests at a time; while a request
-is free a question is sent at once, so batches form only under load.
-"""
+"""The judge's client, one per process: it asks each question once, waits through failures, and never makes one a zero. Questions
+that wait are sent together, at most ``batch`` per request and ``concurrency`` requests at a time; while a request is free a
+question is sent at once, so batches form only under load."""
 
 from __future__ import annotations
 
@@ -17,22 +15,13 @@ from pydantic import Field, ValidationError
 
 from rayloop.config.settings import local_path
 from rayloop.core.failures import InfrastructureFailure, RayloopError
+from rayloop.judge import transport
 from rayloop.judge.api import MAX_ITEMS, JudgeItem, JudgeUnscored, JudgeVerdict, JudgeVersion, NoVerdict, Result
 from rayloop.judge.cache import VerdictCache, cache_key
 from rayloop.judge.discovery import Find
 from rayloop.judge.health import Breaker, BreakerState, Canary
 from rayloop.judge.rubric import Labelled, canary
-from rayloop.judge.transport import (
-    CACHE_HITS,
-    CHANGES,
-    RETRIES,
-    VERDICTS,
-    WAITING,
-    ConnectionSettings,
-    JudgeConnection,
-    JudgeRefused,
-    Transient,
-)
+from rayloop.judge.transport import ConnectionSettings, JudgeConnection, JudgeRefused, Transient
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +91,12 @@ class JudgeClient:
         if item.fresh:
             return await self._wait(self._ask(item), deadline)
         if (known := self.cache.get(cache_key(item, self.fingerprint))) is not None:
-            CACHE_HITS.labels("known").inc()
+            transport.CACHE_HITS.labels("known").inc()
             return known
         key = cache_key(item, "")
         question = self._questions.get(key)
         if question is not None and not question.future.done():
-            CACHE_HITS.labels("in_flight").inc()
+            transport.CACHE_HITS.labels("in_flight").inc()
             return await self._wait(question, deadline)
         question = self._questions[key] = self._ask(item, key)
         question.future.add_done_callback(lambda _: self._forget(question))
@@ -154,7 +143,7 @@ class JudgeClient:
 
     async def _wait(self, question: _Question, deadline: float) -> Result:
         question.waiters += 1
-        WAITING.set(len(self._questions))
+        transport.WAITING.set(len(self._questions))
         try:
             left = max(deadline - asyncio.get_running_loop().time(), 0.0)
             done, _ = await asyncio.wait({question.future}, timeout=left)
@@ -164,7 +153,7 @@ class JudgeClient:
             if not question.waiters and not question.future.done():
                 question.future.cancel()
                 self._forget(question)  # at once: a new caller must not get the cancelled question
-            WAITING.set(len(self._questions))
+            transport.WAITING.set(len(self._questions))
 
     def _none(self) -> JudgeUnscored:
         error = self.last_error
@@ -197,11 +186,9 @@ class JudgeClient:
         return batch
 
     async def _send(self, batch: list[_Question]) -> None:
-        """Send a batch until each item has a verdict, is refused, or no caller waits for it any more.
-
-        A batch that fails twice in the same way is sent item by item. The failure of a single item is not the judge's while the
-        canary is right; after ENOUGH of them the item has no verdict.
-        """
+        """Send a batch until each item has a verdict, is refused, or no caller waits for it any more. A batch that fails twice in
+        the same way is sent item by item. The failure of a single item is not the judge's while the canary is right; after ENOUGH
+        of them the item has no verdict."""
         tries, blamed, before = 0, 0, ""
         while batch:
             await self.breaker.closed()
@@ -218,7 +205,7 @@ class JudgeClient:
                 self.breaker.succeeded()
                 return
             self._note(failure)
-            RETRIES.labels(failure.reason).inc()
+            transport.RETRIES.labels(failure.reason).inc()
             if len(again) == len(batch) > 1 and failure.perhaps_an_item and failure.reason == before:
                 return self._one_by_one(batch)
             if len(again) == len(batch):
@@ -281,16 +268,16 @@ class JudgeClient:
     def _count(self, results: Sequence[Result]) -> None:
         for result in results:
             if isinstance(result, JudgeVerdict):
-                VERDICTS.labels(result.verdict, result.decided_by).inc()
+                transport.VERDICTS.labels(result.verdict, result.decided_by).inc()
                 self._met(result.fingerprint)
             else:
-                VERDICTS.labels(result.kind, "").inc()
+                transport.VERDICTS.labels(result.kind, "").inc()
 
     def _met(self, fingerprint: str) -> None:
         """Report a change of the judge: another model, rubric or version of the code."""
         if fingerprint not in self.fingerprints:
             if self.fingerprints:
-                CHANGES.inc()
+                transport.CHANGES.inc()
                 logger.warning(
                     "the judge at %s changed in mid-run: its fingerprint was %s and is now %s; verdicts before and after "
                     "may differ", self.connection.url, self.fingerprint, fingerprint,

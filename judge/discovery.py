@@ -88,10 +88,8 @@ def withdraw(path: Path, address: Address) -> None:
 
 
 def read_key(path: str) -> str:
-    """The bearer key in a file that only its owner can read; "" for no file.
-
-    Raises ConfigError, and InfrastructureFailure when the file system is in trouble.
-    """
+    """The bearer key in a file that only its owner can read; "" for no file. Raises ConfigError, and InfrastructureFailure when the
+    file system is in trouble."""
     if not path:
         return ""
     file = local_path(path)
@@ -107,10 +105,8 @@ def read_key(path: str) -> str:
 
 
 def key_of(address: Address, named: str) -> str:
-    """The key for an address, from the file that the configuration has ``named``, else from the announced file.
-
-    Raises like ``read_key``, and ConfigError for a file outside of the announcement's folder (it may be another secret).
-    """
+    """The key for an address, from the file that the configuration has ``named``, else from the announced file. Raises like
+    ``read_key``, and ConfigError for a file outside of the announcement's folder (it may be another secret)."""
     if not named and address.key_file and address.folder:
         file, folder = local_path(address.key_file).resolve(), Path(address.folder).resolve()
         if not file.is_relative_to(folder):

@@ -41,15 +41,11 @@ class ChatModel(Protocol):
 
     async def identity(self) -> Mapping[str, Any]:
         """What is known of the model behind the name now. Raises InfrastructureFailure when it does not answer."""
-        ...
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        """The reply to chat messages (OpenAI's form), constrained to the JSON schema.
-
-        Raises InfrastructureFailure when the engine fails, DeadlineExceeded when it takes too long, and DataFailure when
-        it refuses these messages (too long for it, an image that it cannot read).
-        """
-        ...
+        """The reply to chat messages (OpenAI's form), constrained to the JSON schema. Raises InfrastructureFailure when the engine
+        fails, DeadlineExceeded when it takes too long, and DataFailure when it refuses these messages (too long for it, an image
+        that it cannot read)."""
 
 
 def fingerprint(
@@ -65,10 +61,8 @@ def fingerprint(
 
 class Grader:
     """Judges items by rules, and by ``model`` those that no rule decides. Without a model those are incorrect, with that reason.
-
     The cache is asked before the model; equal questions at the same time reach the model once. An item that fails is unscored, and
-    does not affect the other items of its batch. A reply that is no verdict is unscored as ``invalid``.
-    """
+    does not affect the other items of its batch. A reply that is no verdict is unscored as ``invalid``."""
 
     def __init__(
         self,

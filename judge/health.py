@@ -25,10 +25,8 @@ class BreakerState(IntEnum):
 
 
 class Breaker:
-    """Opens after ``failures`` in a row, until ``probe`` succeeds, which it awaits every ``interval`` seconds.
-
-    ``probe`` raises RayloopError while the judge is not well; ``on_failure`` receives that error.
-    """
+    """Opens after ``failures`` in a row, until ``probe`` succeeds, which it awaits every ``interval`` seconds. ``probe`` raises
+    RayloopError while the judge is not well; ``on_failure`` receives that error."""
 
     def __init__(
         self, failures: int, interval: float, probe: Callable[[], Awaitable[None]], on_failure: Callable[[Exception], None]

@@ -1,8 +1,6 @@
-"""What the model is asked, and how its reply is read.
-
-The prompt has instructions and examples first (a shared prefix), then the item, with the candidate fenced as data. A reply is one
-JSON object of the rubric's form, or no verdict; a substring is never enough.
-"""
+"""What the model is asked, and how its reply is read. The prompt has instructions and examples first (a shared prefix), then the
+item, with the candidate fenced as data. A reply is one JSON object of the rubric's form, or no verdict; a substring is never
+enough."""
 
 from __future__ import annotations
 
@@ -48,10 +46,8 @@ IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 
 
 def sanitise(text: str, limit: int) -> str:
-    """Text without chat-template and vision tokens, control and invisible characters, cut to ``limit`` characters.
-
-    One pass: a token is taken off where it closes, so tokens that are nested, or come about by a removal, do not survive either.
-    """
+    """Text without chat-template and vision tokens, control and invisible characters, cut to ``limit`` characters. One pass: a
+    token is taken off where it closes, so tokens that are nested, or come about by a removal, do not survive either."""
     kept: list[str] = []
     opened: list[int] = []
     for character in text:
@@ -88,10 +84,8 @@ def schema(rubric: Rubric) -> dict[str, Any]:
 
 
 def messages(rubric: Rubric, item: JudgeItem, nonce: str | None = None) -> list[Mapping[str, Any]]:
-    """Chat messages (OpenAI's form). ``nonce`` names the fence of this call's candidate; random unless given.
-
-    Raises InfrastructureFailure for an image that cannot be read. The server has checked its type and its place.
-    """
+    """Chat messages (OpenAI's form). ``nonce`` names the fence of this call's candidate; random unless given. Raises
+    InfrastructureFailure for an image that cannot be read. The server has checked its type and its place."""
     form = '{"reason": "...", "verdict": "correct"}' if rubric.kind == "binary" else '{"reason": "...", "score": 0.5}'
     task = f"{rubric.instructions}\nReply with one JSON object and nothing else: {form}"
     found: list[Mapping[str, Any]] = [{"role": "system", "content": task}]

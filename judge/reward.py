@@ -39,10 +39,8 @@ _SHARE = 0.9
 
 class JudgeReward:
     """The verdict's score on the answer in the last sampled turn; 0 with the flag ``unparsable`` when there is no answer.
-
-    Components: ``correct`` and ``by_model`` (0 when a rule decided, without a request). ``judge_invalid`` flags an answer
-    that made a judge in good health fail twice, ``judge_changed`` a verdict of another judge than the first of this process.
-    """
+    Components: ``correct`` and ``by_model`` (0 when a rule decided, without a request). ``judge_invalid`` flags an answer that made
+    a judge in good health fail twice, ``judge_changed`` a verdict of another judge than the first of this process."""
 
     infrastructure = True
 
@@ -56,10 +54,9 @@ class JudgeReward:
         rubrics: str = ""
         """A folder in place of judge/rubrics; the judge's own setting of this name must hold the same files."""
         answer: How = "tagged_box"
-        """The place of the answer in the last turn. tag: the last ``<answer>...</answer>``. box: the last
-        ``\\boxed{...}``. tagged_box: a box inside that answer block, or the block's text when it has no box; without a block
-        there is no answer, and a bare "3" scores 0 (``unparsable``). last_line, whole: no markup is needed. Choose the one
-        that the prompt asks for."""
+        """The place of the answer in the last turn. tag: the last ``<answer>...</answer>``. box: the last ``\\boxed{...}``.
+        tagged_box: a box inside that answer block, or the block's text when it has no box; without a block there is no answer, and
+        a bare "3" scores 0 (``unparsable``). last_line, whole: no markup is needed. Choose the one that the prompt asks for."""
         rules_first: bool = True
         """Whether rules decide what they can in the run's own process; the judge is asked only the rest."""
         on_unavailable: Literal["wait", "exclude", "stop"] = "wait"
@@ -116,10 +113,8 @@ class JudgeReward:
     async def grade(
         self, question: str, reference: str, answer: str, source: str, timeout: float, images: tuple[str, ...] = ()
     ) -> Outcome:
-        """The outcome of one answer, within ``timeout`` seconds, for rewards that combine the verdict with more.
-
-        ``images``: absolute paths. Raises RewardLost, ConfigError. Another exception excludes the trajectory.
-        """
+        """The outcome of one answer, within ``timeout`` seconds, for rewards that combine the verdict with more. ``images``:
+        absolute paths. Raises RewardLost, ConfigError. Another exception excludes the trajectory."""
         try:
             return await self._grade(question, reference, answer, source, timeout, images)
         except RayloopError:

@@ -1,7 +1,5 @@
-"""Settings of the applications. Imported before Ray is.
-
-The judge's file has Ray Serve's own format, so that ``serve deploy`` accepts it; ``policy serve`` fills in what describes the run.
-"""
+"""Settings of the applications. Imported before Ray is. The judge's file has Ray Serve's own format, so that ``serve deploy``
+accepts it; ``policy serve`` fills in what describes the run."""
 
 from __future__ import annotations
 

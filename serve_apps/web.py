@@ -44,15 +44,12 @@ class Service(Protocol):
 
     def running(self) -> AbstractAsyncContextManager[None]:
         """What must be entered before the first request and left after the last one."""
-        ...
 
     def failing(self) -> dict[str, str]:
         """Each condition that fails, and why; empty when the replica is ready. Must return at once."""
-        ...
 
     def scrape(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        ...
 
 
 class Problem(BaseModel):
@@ -106,10 +103,8 @@ class ImagePart(BaseModel):
 
 
 class Guard:
-    """Middleware: checks the key, the body's size and its time, and answers an unexpected exception with a 503.
-
-    It reads a body before the application is called, and never for an open path: a client without a key cannot occupy a replica.
-    """
+    """Middleware: checks the key, the body's size and its time, and answers an unexpected exception with a 503. It reads a body
+    before the application is called, and never for an open path: a client without a key cannot occupy a replica."""
 
     def __init__(self, app: ASGIApp, key: str, limits: Limits, who: str) -> None:
         """``key`` "" admits everybody; ``who`` names the application in errors ("the judge")."""
@@ -239,10 +234,8 @@ def application(title: str, service: Service, key: str, limits: Limits, who: str
 
 
 def deployed(name: str, replica: type, settings: Any, *, what: str, **options: Any) -> Application:
-    """The application of Ray Serve with this class of replica and its ``settings``; ``what`` names it in errors.
-
-    Makes the key file when it is missing. Raises ConfigError without a key, unless ``settings.insecure``.
-    """
+    """The application of Ray Serve with this class of replica and its ``settings``; ``what`` names it in errors. Makes the key file
+    when it is missing. Raises ConfigError without a key, unless ``settings.insecure``."""
     if settings.key_file is not None:
         new_secret(Path(settings.key_file), f"{what}'s key file")
     elif not settings.insecure:

@@ -1,7 +1,5 @@
-"""Deterministic rules for short answers: the same text, option, yes or no, number, list.
-
-A rule decides only what is the same, or another answer, however the question is meant; the rest is left to a model.
-"""
+"""Deterministic rules for short answers: the same text, option, yes or no, number, list. A rule decides only what is the same, or
+another answer, however the question is meant; the rest is left to a model."""
 
 from __future__ import annotations
 
@@ -66,14 +64,10 @@ _LETTERS = frozenset("ABCDEFGH")
 def decide(
     reference: str, answer: str, *, question: str = "", tolerance: float = 0.0, max_length: int = 1000, exact: bool = False
 ) -> Decision:
-    """Whether ``answer`` is right, given the right answer ``reference``. Never raises.
-
-    ``tolerance`` is relative, for numbers read off a chart; 0 compares exactly. ``exact``: formulas, where case counts. The
-    question can only make a rule more careful, or say what a letter, a number or a sign means.
-
-    An answer that says nothing (blank, punctuation, the beginning of a solution) is wrong, and so is one of ``max_length``
-    characters or more that is not the reference itself.
-    """
+    """Whether ``answer`` is right, given the right answer ``reference``. Never raises. ``tolerance`` is relative, for numbers read
+    off a chart; 0 compares exactly. ``exact``: formulas, where case counts. The question can only make a rule more careful, or say
+    what a letter, a number or a sign means. An answer that says nothing (blank, punctuation, the beginning of a solution) is wrong,
+    and so is one of ``max_length`` characters or more that is not the reference itself."""
     if is_blank(answer):
         return Decision(False, "empty", "no answer")
     if reference.strip() == answer.strip():
@@ -95,9 +89,7 @@ def decide(
     if relation != "unclear":
         same = relation == "same"
         return Decision(same, "number", "the same quantity" if same else "another quantity")
-    if same_list(wanted, got, asked):
-        return Decision(True, "list", "the same items in the same order")
-    return UNDECIDED
+    return Decision(True, "list", "the same items in the same order") if same_list(wanted, got, asked) else UNDECIDED
 
 
 @lru_cache(maxsize=256)
@@ -107,10 +99,8 @@ def _question(text: str, exact: bool) -> Question:
 
 
 def _nothing(reference: str, answer: str, asked: Question) -> Decision:
-    """An answer without a letter, digit or sign, or with the beginning of a solution alone ("Let's solve this", "Solution:").
-
-    A mark, or a single word, is wrong only where a number, an option, yes or no is wanted; elsewhere it may be what is meant.
-    """
+    """An answer without a letter, digit or sign, or with the beginning of a solution alone ("Let's solve this", "Solution:"). A
+    mark, or a single word, is wrong only where a number, an option, yes or no is wanted; elsewhere it may be what is meant."""
     wanted = asked.plain(reference)
     definite = (
         _letter(wanted) is not None
@@ -176,10 +166,8 @@ def _yes_no(wanted: str, got: str, asked: Question) -> Decision:
 
 
 def items(text: str) -> tuple[str, list[str]] | None:
-    """A plain text's list: its notation and its parts. None for no list, a number, and a comma that may be a decimal's.
-
-    The notation has the brackets, ``and`` alone between two items, commas that may be a decimal's, and separators of two levels.
-    """
+    """A plain text's list: its notation and its parts. None for no list, a number, and a comma that may be a decimal's. The
+    notation has the brackets, ``and`` alone between two items, commas that may be a decimal's, and separators of two levels."""
     brackets = text[0] + text[-1] if re.fullmatch(r"[\[({].*[\])}]", text) else ""
     inner = text[1:-1] if brackets else text
     if quantity(inner) is not None or (not brackets and re.fullmatch(r"[-+]?[0-9]+,[0-9]+", inner)):

@@ -1,8 +1,6 @@
 """The answer in a policy's text, and texts without what never changes an answer: mark-up, lead-in, blanks, final punctuation.
-
 Everything else stays: superscripts (5² is not 52), digits of other scripts, brackets, order, and the case of short words, units,
-symbols and codes.
-"""
+symbols and codes."""
 
 from __future__ import annotations
 
@@ -60,10 +58,8 @@ _ROUNDS = 8
 
 @lru_cache(maxsize=256)
 def plain(text: str, *, exact: bool = False, articles: bool = False) -> str:
-    """The text in its one spelling, in time that is linear in its length. Empty only for a blank text.
-
-    ``exact`` (formulas) keeps every ``!``; ``articles`` keeps the article at the beginning, which may belong to a name.
-    """
+    """The text in its one spelling, in time that is linear in its length. Empty only for a blank text. ``exact`` (formulas) keeps
+    every ``!``; ``articles`` keeps the article at the beginning, which may belong to a name."""
     text = " ".join(unicodedata.normalize("NFC", text).translate(CHARACTERS).split())
     text = _SUPERSCRIPT.sub(lambda m: f"^{{{m.group().translate(_SUPERSCRIPTS)}}}", text)
     text = _without_latex(text) if "\\" in text else text
@@ -84,11 +80,9 @@ def plain(text: str, *, exact: bool = False, articles: bool = False) -> str:
 
 
 def same_text(first: str, second: str, *, strict: bool = False) -> bool:
-    """Whether two plain texts are equal letter by letter, or differ in harmless case.
-
-    Case is harmless in words of four letters and more, and in the first letter of those of three. Beside digits only
-    the first letter of a longer word; beside symbols never. ``strict`` (formulas): only the first letter, from three letters on.
-    """
+    """Whether two plain texts are equal letter by letter, or differ in harmless case. Case is harmless in words of four letters and
+    more, and in the first letter of those of three. Beside digits only the first letter of a longer word; beside symbols never.
+    ``strict`` (formulas): only the first letter, from three letters on."""
     if first == second:
         return True
     if first.lower() != second.lower() or _SYMBOLS.search(first) or _SYMBOLS.search(second):
@@ -213,10 +207,8 @@ def extract(text: str, how: How) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last ``\boxed{...}`` with balanced braces, in linear time; None without one.
-
-    ``\{`` and ``\}`` do not count as braces. Braces around all of the content only group, and are left out.
-    """
+    r"""The content of the last ``\boxed{...}`` with balanced braces, in linear time; None without one. ``\{`` and ``\}`` do not
+    count as braces. Braces around all of the content only group, and are left out."""
     starts = {match.end() for match in _BOX.finditer(text)}
     if not starts:
         return None

@@ -88,10 +88,8 @@ class Quantity:
 
 @lru_cache(maxsize=4096)
 def quantity(text: str) -> Quantity | None:
-    """The whole plain text (judge/rules/plain.py) as one quantity; None for any other text.
-
-    Commas separate thousands. A number with zeros in front is a code, and no quantity.
-    """
+    """The whole plain text (judge/rules/plain.py) as one quantity; None for any other text. Commas separate thousands. A number
+    with zeros in front is a code, and no quantity."""
     if len(text) > _LONGEST:
         return None
     if text.casefold() in WHOLE:
@@ -124,10 +122,8 @@ def first_number(text: str) -> float | None:
 
 
 def compare(reference: str, answer: str, question: Question, tolerance: float = 0.0) -> Relation:
-    """Two plain texts that are one quantity each. Same only when they are equal however the question is meant.
-
-    ``tolerance`` (relative, of the reference) is for numbers read off a chart: never for counts, years and codes.
-    """
+    """Two plain texts that are one quantity each. Same only when they are equal however the question is meant. ``tolerance``
+    (relative, of the reference) is for numbers read off a chart: never for counts, years and codes."""
     wanted, got = quantity(reference), quantity(answer)
     if wanted is None or got is None or _other_meaning(wanted, got, question):
         return "unclear"

@@ -53,10 +53,8 @@ def _mentions(*words: str) -> cached_property[bool]:
 
 @dataclass(frozen=True)
 class Question:
-    """A question's text and the hints in it. ``exact`` (formulas): letters keep their case, and numbers are meant as numbers.
-
-    A hint makes rules more careful, or says that a number is one.
-    """
+    """A question's text and the hints in it. ``exact`` (formulas): letters keep their case, and numbers are meant as numbers. A
+    hint makes rules more careful, or says that a number is one."""
 
     text: str = ""
     exact: bool = False
@@ -160,10 +158,8 @@ class Question:
 
     @cached_property
     def options(self) -> dict[str, str]:
-        """The plain texts of the lettered options by letter (upper case); empty unless there are at least A and B.
-
-        Empty too when they are ambiguous. Every text is "" when two are equal, or when the question goes on behind the last one.
-        """
+        """The plain texts of the lettered options by letter (upper case); empty unless there are at least A and B. Empty too when
+        they are ambiguous. Every text is "" when two are equal, or when the question goes on behind the last one."""
         found, rest = self._offered
         distinct = len(set(found.values())) == len(found) and all(found.values())
         if self.ambiguous:

@@ -156,10 +156,8 @@ def _lead(a: argparse.Namespace, place: Rendezvous, signals: StopSignals, token:
 
 
 def worker(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> int:
-    """Join the head, and each head that comes after it, until a signal or the end of the program.
-
-    Raises NodeFailed after ATTEMPTS failures in a row, and at once when there is a program: its job starts again.
-    """
+    """Join the head, and each head that comes after it, until a signal or the end of the program. Raises NodeFailed after ATTEMPTS
+    failures in a row, and at once when there is a program: its job starts again."""
     failures = 0
     while (joined := place.wait(a.wait, lambda: signals.first is not None)) is not None:
         try:

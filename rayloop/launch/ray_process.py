@@ -150,10 +150,8 @@ def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
 
 
 def keep(logs: Path, target: Path, most: int = MOST, but: str = "") -> int:
-    """Copy the newest ``most`` bytes of the files in ``logs``, but those that match ``but``. Returns the number of files.
-
-    Raises nothing: a file that cannot be read or written is left out.
-    """
+    """Copy the newest ``most`` bytes of the files in ``logs``, but those that match ``but``. Returns the number of files. Raises
+    nothing: a file that cannot be read or written is left out."""
     kept = 0
     with suppress(OSError):
         found = [(file.stat(), file) for file in logs.rglob("*") if file.is_file() and not file.match(but or "/")]

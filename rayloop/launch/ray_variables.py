@@ -34,11 +34,9 @@ LONGEST = 43
 
 
 def node_settings(token: Path | None, *, runs_jobs: bool = False) -> dict[str, str]:
-    """The variables of every Ray process that we start. ``token``: its path; None: no authentication.
-
-    The raylet ends the processes of a killed worker (subreaper), but not on a node that ``runs_jobs``: there Ray's workers would
-    not get their children's exit codes, and each failed job would count as succeeded (Ray 2.60).
-    """
+    """The variables of every Ray process that we start. ``token``: its path; None: no authentication. The raylet ends the processes
+    of a killed worker (subreaper), but not on a node that ``runs_jobs``: there Ray's workers would not get their children's exit
+    codes, and each failed job would count as succeeded (Ray 2.60)."""
     authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)} if token else {"RAY_AUTH_MODE": "disabled"}
     return authentication | {
         SUBREAPER: "false" if runs_jobs else "true",
@@ -91,9 +89,7 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
 @contextmanager
 def joined_cluster(address: str, token: Path | None, insecure: bool = False) -> Iterator[None]:
     """For a cluster that is already there. ``token``: the file with its token; None: the environment's (``RAY_AUTH_TOKEN_PATH``).
-
-    Raises ConfigError when there is no such file.
-    """
+    Raises ConfigError when there is no such file."""
     if token is not None and not token.is_file():
         raise ConfigError(f"--token-file: {token} is no file. It is on the head, where the cluster was started")
     host = urlsplit(address if "//" in address else f"//{address}").hostname

@@ -58,9 +58,7 @@ class Head:
         """Why this head cannot be there any more; None: it answers, and its job is not known to have ended."""
         if not accepts(self.address):
             return f"{self.address} accepts no connection"
-        if self.job is not None and slurm_job.ended(self.job):
-            return f"its job {self.job} has ended"
-        return None
+        return f"its job {self.job} has ended" if self.job is not None and slurm_job.ended(self.job) else None
 
 
 def accepts(address: str) -> bool:
@@ -79,10 +77,8 @@ class Rendezvous:
         self.folder = root.expanduser().absolute() / cluster
 
     def open(self, insecure: bool) -> Path | None:
-        """Prepare the folder for a new head, without what a former one left. Returns the token's path, or None without one.
-
-        Raises ConfigError while the cluster has a live head, and for a folder or a token that others may have written.
-        """
+        """Prepare the folder for a new head, without what a former one left. Returns the token's path, or None without one. Raises
+        ConfigError while the cluster has a live head, and for a folder or a token that others may have written."""
         self._make()
         former = self.head()
         if former is not None and (why := former.stale()) is None:
@@ -173,9 +169,7 @@ class Rendezvous:
 
 class Gone:
     """Whether a head has left: another one is published, it began to leave and is silent, or it was silent for SILENCE seconds.
-
-    ``saves``: a program must save as soon as the head begins to leave. Raises ConfigError when others may write the folder.
-    """
+    ``saves``: a program must save as soon as the head begins to leave. Raises ConfigError when others may write the folder."""
 
     def __init__(self, place: Rendezvous, joined: Head, saves: bool) -> None:
         self._place, self._joined, self._saves = place, joined, saves

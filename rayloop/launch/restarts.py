@@ -32,9 +32,7 @@ class Budget:
 
     def wait(self, now: float) -> float:
         """Seconds until a unit is left: 0 when one is, infinity for a budget of 0."""
-        if not self.per_hour:
-            return math.inf
-        return max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
+        return math.inf if not self.per_hour else max(0.0, (1.0 - self.left(now)) * HOUR / self.per_hour)
 
     def take(self, now: float) -> None:
         """Take one unit. Raises ValueError when none is left: ``wait`` first."""
@@ -55,10 +53,8 @@ def backed_off(signals: StopSignals, before: int) -> bool:
 
 
 def supervised(command: Sequence[str], times: int) -> int:
-    """Run ``command``, and up to ``times`` times again while its exit code is 69. Returns the last exit code.
-
-    SIGTERM and SIGINT, which may come twice, are passed on as SIGTERM, and nothing is started after them.
-    """
+    """Run ``command``, and up to ``times`` times again while its exit code is 69. Returns the last exit code. SIGTERM and SIGINT,
+    which may come twice, are passed on as SIGTERM, and nothing is started after them."""
     signals = StopSignals()
     with handling(signals, *STOP):
         for before in range(times + 1):

@@ -74,9 +74,7 @@ def ended(number: str) -> bool:
 
 def node_address(interface: str | None = None) -> str:
     """The IPv4 address of this node: that of ``interface``, else the one that Slurm knows it by, else that of its outward route.
-
-    The route counts also without scontrol, and when Slurm's address is a loopback. Raises ConfigError without such an interface.
-    """
+    The route counts also without scontrol, and when Slurm's address is a loopback. Raises ConfigError without such an interface."""
     if interface is not None:
         return of_interface(interface)
     outward = this_node() or LOOPBACK

@@ -1,8 +1,6 @@
-"""Reads the box of an answer, compares it with the truth, and finds the best constant box per instruction.
-
-An answer is ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in
-pixels; the last counts. Nothing else is guessed to be a box.
-"""
+"""Reads the box of an answer, compares it with the truth, and finds the best constant box per instruction. An answer is
+``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in pixels; the last
+counts. Nothing else is guessed to be a box."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Renders UI grounding on MiniWoB++ pages with a real Chromium: ``python -m rayloop data prepare arc_vision --out DIR``.
-
-A row is kept only when the page rewards a real click on the middle of the target. Splits share page types (``ood`` has its own),
-never seeds, and no screenshot occurs with the same instruction twice. The files are parquet in Arc Vision's schema.
-"""
+"""Renders UI grounding on MiniWoB++ pages with a real Chromium: ``python -m rayloop data prepare arc_vision --out DIR``. A row is
+kept only when the page rewards a real click on the middle of the target. Splits share page types (``ood`` has its own), never
+seeds, and no screenshot occurs with the same instruction twice. The files are parquet in Arc Vision's schema."""
 
 from __future__ import annotations
 

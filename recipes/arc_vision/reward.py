@@ -27,11 +27,9 @@ _NO_AREA = 0.01
 
 
 class IoUReward:
-    """Intersection over union with the task's box; 0 with the flag ``unparsable`` when the last turn has no valid box.
-
-    Components: ``iou``, ``click`` (1 when the answer's centre lies in the true box), ``format`` (1 for a valid box). The flag
-    ``unknown_size``: an answer in pixels of an image whose size nobody says.
-    """
+    """Intersection over union with the task's box; 0 with the flag ``unparsable`` when the last turn has no valid box. Components:
+    ``iou``, ``click`` (1 when the answer's centre lies in the true box), ``format`` (1 for a valid box). The flag ``unknown_size``:
+    an answer in pixels of an image whose size nobody says."""
 
     class Settings(SettingsModel):
         pixels: Literal["none", "image", "shown", "thousandths"] = "none"

@@ -148,9 +148,7 @@ def _code(start: str, name: str | None, inputs: Mapping[str, str]) -> str:
         key = inputs.get("key", inputs.get("press", ""))
         key = " " if key == "space" else _ARROWS.get(key, key)
         return f"{start}\npyautogui.{'keyDown' if name == 'keydown' else 'keyUp'}({key!r})" if key else start
-    if name == "type":
-        return start + _typed(_escaped(inputs.get("content", "")))
-    return f"{start}\n# Unrecognized action type: {name}"
+    return start + _typed(_escaped(inputs.get("content", ""))) if name == "type" else f"{start}\n# Unrecognized action type: {name}"
 
 
 def _scrolled(box: str | None, direction: str) -> str:

@@ -15,11 +15,9 @@ from rayloop.recipes.arpo.original import Broken, parsed
 
 class ArpoReward:
     """``result + format_weight * format`` (dvlab-research/ARPO at 7489ae3): the result of ``evaluate``, 0 to 1, and -1 when the
-    last turn cannot be read in the action grammar, else 0.
-
-    Components: ``success`` and ``format``; flag ``unparsable``, in the original with the name of its error. An episode without a
-    result has no reward; in the original it has 0, with the flag ``no_result``.
-    """
+    last turn cannot be read in the action grammar, else 0. Components: ``success`` and ``format``; flag ``unparsable``, in the
+    original with the name of its error. An episode without a result has no reward; in the original it has 0, with the flag
+    ``no_result``."""
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"

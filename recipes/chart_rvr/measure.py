@@ -56,12 +56,10 @@ class ChartAnswer:
 
 def chartqapro(said: str, true: str, kind: str, year: Any = None) -> float:
     """Relaxed correctness as ChartQAPro defines it, 0..1: lists item by item, one too many or too few counting 0; years, fact
-    checking and multiple choice exactly; numbers within 5 %, per cent signs apart; other texts by ANLS.
-
-    ``year``: "YES" for each item of the answer that is a year; one entry stands for all, and of a conversation the last counts.
-    Source: evaluate_predictions.py of vis-nlp/ChartQAPro, and its paper, which asks for exact answers to ``EXACTLY`` (the script
-    does not).
-    """
+    checking and multiple choice exactly; numbers within 5 %, per cent signs apart; other texts by ANLS. ``year``: "YES" for each
+    item of the answer that is a year; one entry stands for all, and of a conversation the last counts. Source:
+    evaluate_predictions.py of vis-nlp/ChartQAPro, and its paper, which asks for exact answers to ``EXACTLY`` (the script does
+    not)."""
     mine, theirs = _items(said), _items(true)
     flags = [str(flag).upper() == "YES" for flag in (year if isinstance(year, list | tuple) else [year])]
     flags = (flags[-1:] if kind == "Conversational" else flags) or [False]

@@ -37,9 +37,7 @@ class QuestionRows:
         )
 
     def _shown(self, flat: Mapping[str, Any], where: str, root: Path) -> tuple[str | ImageSource, ...]:
-        if flat.get("videos") and not flat.get("image"):
-            return ()
-        return (image_entry(field(flat, "image", where), where, root),)
+        return () if flat.get("videos") and not flat.get("image") else (image_entry(field(flat, "image", where), where, root),)
 
 
 def _videos(entries: Any, where: str, root: Path) -> list[str | list[str]]:

@@ -23,11 +23,9 @@ ATTEMPTS = 8
 
 class DeepEyesReward:
     """``0.8 accuracy + 0.2 format + 1.2 tool`` (Visual-Agent/DeepEyes at 6c5e796); of mathematics ``1.2 accuracy + 0.4 format``.
-
     ``format`` is -1 when tags are not in pairs, or the answer has 1,000 characters, else 0; ``tool`` is 1 when the answer is right
     and a tool showed an image. Components: ``accuracy``, ``format``, ``tool`` and ``looked`` (an image was shown). Flags:
-    ``ill_formed``, ``unparsable``, ``too_long``, and those of the verifier.
-    """
+    ``ill_formed``, ``unparsable``, ``too_long``, and those of the verifier."""
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"

@@ -22,13 +22,11 @@ LONGEST = original.LONGEST
 
 
 class PyVisionReward:
-    """``accuracy + 1[right] * per_call * calls``.
-
-    ``calls``: turns whose code ran, in ``corrected`` without an error; ``original`` counts code that raised or took too long, too
-    (without turns, of a saved completion, what the environment counted). Components: ``accuracy``, ``calls``, ``right``, and
-    ``format`` (1 when the answer stands in its box). Flags: ``unparsable``, ``too_long``, ``undecided`` (no rule decides, and there
-    is no judge), ``no_number``, ``math_timeout``; of the original ``raised`` with the name of its error, and ``judge_failed``.
-    """
+    """``accuracy + 1[right] * per_call * calls``. ``calls``: turns whose code ran, in ``corrected`` without an error; ``original``
+    counts code that raised or took too long, too (without turns, of a saved completion, what the environment counted). Components:
+    ``accuracy``, ``calls``, ``right``, and ``format`` (1 when the answer stands in its box). Flags: ``unparsable``, ``too_long``,
+    ``undecided`` (no rule decides, and there is no judge), ``no_number``, ``math_timeout``; of the original ``raised`` with the
+    name of its error, and ``judge_failed``."""
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"

@@ -84,9 +84,7 @@ class Verifiers:
 
     def asked(self, asked: Asked) -> Judged | Awaitable[Judged]:
         """The judge's verdict; without a judge the rules'."""
-        if self._judge is None:
-            return _ruled(asked)
-        return self._judge.score(asked.trajectory, asked.task, asked.context)
+        return _ruled(asked) if self._judge is None else self._judge.score(asked.trajectory, asked.task, asked.context)
 
     async def _equivalent(self, asked: Asked) -> Judged:
         same = await asyncio.to_thread(self.math.same, reference(asked.task), asked.answer)
@@ -141,11 +139,10 @@ _ARTICLE = re.compile(r"(?<![\w'(])A(?= (?!or\b|and\b)[a-z])")
 
 
 class OptionReward:
-    """1 for the right option, 0 for another, without a model: a letter, the option's words, or a sentence with one of them.
-
-    The answer is the last ``<answer>`` block, else the last line, else the turn. The letter of a sentence is inferred as VLMEvalKit
-    does (arXiv:2407.11691). Components: ``accuracy``, ``format`` (1 with such a block). Without an option: 0, flag ``undecided``.
-    """
+    """1 for the right option, 0 for another, without a model: a letter, the option's words, or a sentence with one of them. The
+    answer is the last ``<answer>`` block, else the last line, else the turn. The letter of a sentence is inferred as VLMEvalKit
+    does (arXiv:2407.11691). Components: ``accuracy``, ``format`` (1 with such a block). Without an option: 0, flag
+    ``undecided``."""
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """1 or 0, with the flag ``undecided`` when no option is found."""

@@ -37,10 +37,8 @@ class ChatAnswer(NamedTuple):
 
 
 class CompletionModel(ABC):
-    """A ``rayloop.judge.grader.ChatModel`` over chat completions.
-
-    ``extra`` are further keys of a request for a verdict; ``about`` is all that a verdict depends on besides the model's name.
-    """
+    """A ``rayloop.judge.grader.ChatModel`` over chat completions. ``extra`` are further keys of a request for a verdict; ``about``
+    is all that a verdict depends on besides the model's name."""
 
     def __init__(self, name: str, max_tokens: int, extra: Mapping[str, Any], about: Mapping[str, Any]) -> None:
         self.name = name
@@ -64,11 +62,9 @@ class CompletionModel(ABC):
         """Free the engine or the connections."""
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        """The model's reply to a request for a verdict, without retries.
-
-        Raises like ``complete``, DataFailure for a prompt that is too long, and InfrastructureFailure for any other refusal and a
-        reply that was cut off: the judge's configuration is the cause, not the answer.
-        """
+        """The model's reply to a request for a verdict, without retries. Raises like ``complete``, DataFailure for a prompt that is
+        too long, and InfrastructureFailure for any other refusal and a reply that was cut off: the judge's configuration is the
+        cause, not the answer."""
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
         request = {"model": self.name, "messages": messages, "response_format": form, **self._keys}
         status, answer, _ = await self.complete(request)
@@ -145,9 +141,7 @@ class OpenAIModel(CompletionModel):
 
 def correct_probability(tokens: Sequence[Mapping[str, Any]]) -> float | None:
     """P(correct) / (P(correct) + P(incorrect)) at the first token of the verdict's value; None when neither word is there.
-
-    ``tokens`` are OpenAI's ``logprobs.content``. A token counts for the word that it begins.
-    """
+    ``tokens`` are OpenAI's ``logprobs.content``. A token counts for the word that it begins."""
     text = "".join(token["token"] for token in tokens)
     if (found := _VALUE.search(text)) is None:
         return None

@@ -36,7 +36,6 @@ class RolloutEngine(Engine, Protocol):
 
     def health(self) -> EngineHealth:
         """The weights that it serves."""
-        ...
 
 
 @dataclass

@@ -1,9 +1,6 @@
-"""Conversations that the endpoint remembers, so that they go on with the very tokens that were sampled.
-
-A client sends its whole history as texts each time, which may render to other tokens than the policy sampled. A known history
-continues as an episode does: its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer
-has ``exact: false``.
-"""
+"""Conversations that the endpoint remembers, so that they go on with the very tokens that were sampled. A client sends its whole
+history as texts each time, which may render to other tokens than the policy sampled. A known history continues as an episode does:
+its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer has ``exact: false``."""
 
 from __future__ import annotations
 
@@ -23,11 +20,9 @@ from rayloop.serve_apps.policy.api import ChatMessage, message_of
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation up to a prompt or an answer: its turns, its images in order, and the answer that it ``continues``.
-
-    ``exact``: its sampled tokens are those that were sampled here; if not, ``why`` says where they differ. ``key`` is the digest
-    of its first ``messages`` messages.
-    """
+    """A conversation up to a prompt or an answer: its turns, its images in order, and the answer that it ``continues``. ``exact``:
+    its sampled tokens are those that were sampled here; if not, ``why`` says where they differ. ``key`` is the digest of its first
+    ``messages`` messages."""
 
     turns: tuple[Turn, ...]
     images: tuple[PromptImage, ...]

@@ -64,10 +64,8 @@ class PolicyService:
         }  # fmt: skip
 
     def trace(self, name: str) -> dict[str, Any] | None:
-        """The ``Trace`` up to the answer ``<id>/<choice>`` as JSON, with its sampling; None when it is unknown.
-
-        Raises DataFailure when its tokens are not those that were sampled.
-        """
+        """The ``Trace`` up to the answer ``<id>/<choice>`` as JSON, with its sampling; None when it is unknown. Raises DataFailure
+        when its tokens are not those that were sampled."""
         known = self._histories.named(name)
         if known is None or known.sampling is None:
             return None

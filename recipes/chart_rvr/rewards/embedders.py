@@ -28,7 +28,6 @@ class Embedder(Protocol):
 
     def embed(self, texts: Sequence[str]) -> Sequence[Sequence[float]]:
         """One vector for each text, all of one length."""
-        ...
 
 
 class Unavailable(InfrastructureFailure):

@@ -83,11 +83,9 @@ def last(text: str, tag: str) -> str:
 def table_style_rewards(
     texts: Sequence[str], tables: Sequence[Any] | None, *, fork: bool = False
 ) -> list[tuple[float, tuple[str, ...]]]:
-    """The table reward of each text of a batch, with flags: 0.5 for JSON, the comparison, 0.25 for exactly the two keys.
-
-    A text whose table cannot be parsed is paid for the table of the last text that could: ``stale_table``. When the comparison
-    raises (``comparison_failed``), the original pays nothing for it, and the fork what it had. Without ``tables`` nothing is paid.
-    """
+    """The table reward of each text of a batch, with flags: 0.5 for JSON, the comparison, 0.25 for exactly the two keys. A text
+    whose table cannot be parsed is paid for the table of the last text that could: ``stale_table``. When the comparison raises
+    (``comparison_failed``), the original pays nothing for it, and the fork what it had. Without ``tables`` nothing is paid."""
     if tables is None:
         return [(0.0, ())] * len(texts)
     parsed: Any = _UNPARSED
@@ -108,9 +106,7 @@ def table_style_rewards(
 
 def _block(text: str) -> str:
     inside = last(text, "table")
-    if "```json" in inside:
-        return inside.split("```json")[-1].split("```")[0].strip()
-    return inside.replace("\n", "").strip()
+    return inside.split("```json")[-1].split("```")[0].strip() if "```json" in inside else inside.replace("\n", "").strip()
 
 
 def _has_both_keys(parsed: Any) -> bool:

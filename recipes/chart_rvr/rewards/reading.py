@@ -132,21 +132,8 @@ def _cell(value: Any) -> str:
 
 SEVEN = ("format", "accuracy", "length", "tags", "type", "table", "process")
 """The components that are paid, in the order in which the original lists its functions."""
-PUBLISHED = dict(
-    zip(
-        (
-            "format_reward",
-            "accuracy_reward",
-            "length_think_reward",
-            "num_token_reward",
-            "chart_type_reward",
-            "table_style_reward",
-            "process_style_reward",
-        ),
-        SEVEN,
-        strict=True,
-    )
-)
+_THEIRS = ("format", "accuracy", "length_think", "num_token", "chart_type", "table_style", "process_style")
+PUBLISHED = {f"{theirs}_reward": ours for theirs, ours in zip(_THEIRS, SEVEN, strict=True)}
 """The original's name of each -> ours."""
 
 Pair = tuple[str, str]

@@ -61,14 +61,12 @@ class LengthSettings(SettingsModel):
 
 
 class ChartReward:
-    """``sum of weights * components``; components that the variant has not are left out, ``process`` also with weight 0.
-
-    Components beside the seven: ``relaxed`` and ``exact``, the measures of the benchmarks, which are not paid. Flags:
-    ``no_answer``, ``unclosed_answer``, ``unparsable_table``, ``not_a_table``, ``no_true_table``, ``no_reasoning``,
-    ``no_true_reasoning``; of the originals ``stale_table`` (compared by the sample before), ``comparison_failed`` and
-    ``process_raised`` (the original's error: paid 0). The row's columns are ``label`` (the truth), ``chart_type``, ``table`` and
-    ``reasoning``. With ``reward.per: group`` an original's batch is the group, and one request embeds all its texts.
-    """
+    """``sum of weights * components``; components that the variant has not are left out, ``process`` also with weight 0. Components
+    beside the seven: ``relaxed`` and ``exact``, the measures of the benchmarks, which are not paid. Flags: ``no_answer``,
+    ``unclosed_answer``, ``unparsable_table``, ``not_a_table``, ``no_true_table``, ``no_reasoning``, ``no_true_reasoning``; of the
+    originals ``stale_table`` (compared by the sample before), ``comparison_failed`` and ``process_raised`` (the original's error:
+    paid 0). The row's columns are ``label`` (the truth), ``chart_type``, ``table`` and ``reasoning``. With ``reward.per: group`` an
+    original's batch is the group, and one request embeds all its texts."""
 
     infrastructure = (httpx.HTTPError,)
 
@@ -122,9 +120,7 @@ class ChartReward:
         """The trajectories as one batch, in their order; raises as ``score``."""
         samples = [sampled(t, task, c) for t, c in zip(trajectories, contexts, strict=True)]
         paid = self.variant.rules(samples)
-        if self._similarity is None:
-            return [self._outcome(one) for one in paid]
-        return self._with_processes(samples, paid)
+        return [self._outcome(one) for one in paid] if self._similarity is None else self._with_processes(samples, paid)
 
     async def _with_processes(self, samples: Sequence[ChartSample], paid: Sequence[Paid]) -> Sequence[Outcome]:
         """A coroutine, since ``score_group`` is called where no event loop runs."""

@@ -98,9 +98,7 @@ def shares(said: Table, true: Table) -> tuple[float, float]:
 
 
 def _share(right: int, said: int, true: int) -> float:
-    if not true:
-        return float(not said)
-    return max(0, right - max(0, said - true)) / true
+    return float(not said) if not true else max(0, right - max(0, said - true)) / true
 
 
 def _places(said: Sequence[str], true: Sequence[str]) -> Mapping[int, int]:

@@ -10,23 +10,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from rayloop.core.failures import DataFailure
+from rayloop.recipes.chart_rvr.rewards import reading
 from rayloop.recipes.chart_rvr.rewards.original import num_token_reward
-from rayloop.recipes.chart_rvr.rewards.reading import (
-    ChartSample,
-    Count,
-    Paid,
-    Pair,
-    Parts,
-    Process,
-    Table,
-    Variant,
-    as_number,
-    as_table,
-    parsed_table,
-    parts,
-    steps_of,
-    well_formed,
-)
+from rayloop.recipes.chart_rvr.rewards.reading import ChartSample, Count, Paid, Pair, Parts, Process, Table, Variant
 from rayloop.recipes.chart_rvr.rewards.tables import readable, same_answer, shares
 
 STEP, STEPS_MOST = 0.25, 1.5
@@ -45,15 +31,15 @@ class Corrected(Variant):
         """Flags ``no_reasoning`` (the policy's) and ``no_true_reasoning``: nothing to compare, paid 0."""
         if not isinstance(sample.reasoning, str) or not sample.reasoning.strip():
             return Process((), ("no_true_reasoning",))
-        steps = parts(sample.text).steps
+        steps = reading.parts(sample.text).steps
         return Process(((steps, sample.reasoning),)) if steps else Process((), ("no_reasoning",))
 
     def _paid(self, sample: ChartSample) -> Paid:
-        found, label = parts(sample.text), label_of(sample)
+        found, label = reading.parts(sample.text), label_of(sample)
         table, flags = self._table(found.table, sample)
         right = bool(found.answer) and same_answer(found.answer or "", label, self._tolerance, self._years)
         components = {
-            "format": 2.0 * well_formed(sample.text),
+            "format": 2.0 * reading.well_formed(sample.text),
             "accuracy": float(right and "<think>" in sample.text),
             "length": self._length(found.steps),
             "tags": num_token_reward(sample.text),
@@ -69,16 +55,16 @@ class Corrected(Variant):
         tokens = self._count(steps)
         if tokens > self._cap:
             return 0.0
-        return float(self._least <= tokens <= self._most) + min(STEP * len(steps_of(steps)), STEPS_MOST)
+        return float(self._least <= tokens <= self._most) + min(STEP * len(reading.steps_of(steps)), STEPS_MOST)
 
     def _table(self, text: str | None, sample: ChartSample) -> tuple[float, tuple[str, ...]]:
-        data, true = parsed_table(text), true_table(sample)
+        data, true = reading.parsed_table(text), true_table(sample)
         if data is None:
             return 0.0, ("unparsable_table",)
         form = JSON + KEYS * (isinstance(data, dict) and data.keys() == {"columns", "rows"})
         if true is None:
             return form, ("no_true_table",)
-        said = as_table(data)
+        said = reading.as_table(data)
         if said is None:
             return form, ("not_a_table",)
         headers, cells = shares(said, true)
@@ -97,7 +83,7 @@ def true_table(sample: ChartSample) -> Table | None:
     """The row's table, None when it has none. Raises DataFailure for something else than a table."""
     if sample.table is None:
         return None
-    if (table := as_table(sample.table)) is None:
+    if (table := reading.as_table(sample.table)) is None:
         raise DataFailure(sample.where, f"table must be {{columns: [..], rows: [[..], ..]}}, not {sample.table!r:.100}")
     return table
 
@@ -134,9 +120,9 @@ class Paper(Variant):
 
     def process(self, sample: ChartSample) -> Process:
         """Pairs of the first ``steps`` true steps, then of what is left of both."""
-        if not isinstance(sample.reasoning, str) or not (true := steps_of(sample.reasoning)):
+        if not isinstance(sample.reasoning, str) or not (true := reading.steps_of(sample.reasoning)):
             return Process((), ("no_true_reasoning",))
-        said, m = steps_of(parts(sample.text).steps), self._steps
+        said, m = reading.steps_of(reading.parts(sample.text).steps), self._steps
         first = [(said[i] if i < len(said) else "", true[i] if i < len(true) else "") for i in range(m)]
         return Process((*first, ("\n".join(said[m:]), "\n".join(true[m:]))))
 
@@ -149,13 +135,13 @@ class Paper(Variant):
         return sum(first) / len(first) + rest
 
     def _paid(self, sample: ChartSample) -> Paid:
-        found, label = parts(sample.text), label_of(sample)
+        found, label = reading.parts(sample.text), label_of(sample)
         tokens = self._count(sample.text) if sample.tokens is None else sample.tokens
         right = float(same(found.answer or "", label, self._tolerance))
-        data, true = parsed_table(found.table), true_table(sample)
-        table = 0.0 if data is None else JSON + _table(as_table(data), true)
+        data, true = reading.parsed_table(found.table), true_table(sample)
+        table = 0.0 if data is None else JSON + _table(reading.as_table(data), true)
         components = {
-            "format": float(well_formed(sample.text)),
+            "format": float(reading.well_formed(sample.text)),
             "accuracy": right,
             "length": float(self._least <= tokens <= self._most),
             "type": float(isinstance(sample.chart_type, str) and normal(found.type or "") == normal(sample.chart_type)),
@@ -175,10 +161,8 @@ def normal(text: str) -> str:
 def same(said: str, true: str, tolerance: float) -> bool:
     """Equation 1. A true 0, which it does not define, is met by 0."""
     answer, wanted = normal(said), normal(true)
-    number, truth = as_number(answer), as_number(wanted)
-    if truth is None or number is None:
-        return bool(answer) and answer == wanted
-    return abs(number - truth) <= tolerance * abs(truth)
+    number, truth = reading.as_number(answer), reading.as_number(wanted)
+    return bool(answer) and answer == wanted if truth is None or number is None else abs(number - truth) <= tolerance * abs(truth)
 
 
 def _table(said: Table | None, true: Table | None) -> float:
