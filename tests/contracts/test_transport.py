@@ -22,8 +22,8 @@ from rayloop.core.types import Version
 from rayloop.run.config import RunConfig, read
 from rayloop.transports.seam import WeightTransport, WeightUpdate, transport
 from tests.support.pages import write_snippets
-from tests.support.weight_sync import Engine, Stage, weights
 from tests.support.runs import settings
+from tests.support.weight_sync import Engine, Stage, weights
 
 pytestmark = pytest.mark.timeout(300)
 
