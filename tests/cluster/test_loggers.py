@@ -246,7 +246,7 @@ def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeyp
     assert first == second
     assert first["id"] == (tmp_path / "wandb" / "id").read_text(encoding="utf-8")
     assert {k: first[k] for k in ("project", "name", "config", "resume", "dir")} == {
-        "project": "p", "name": "run", "config": {"seed": 0},
+        "project": "rayloop", "name": "run", "config": {"seed": 0},
         "resume": "allow", "dir": str(tmp_path),
     }  # fmt: skip
 
