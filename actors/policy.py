@@ -134,9 +134,8 @@ class PolicyRank(Actor):
         s = self.settings
         where = meeting if isinstance(meeting, str) else self._meeting or meeting_place(meeting, COLLECTIVE_TIMEOUT, first=False)
         self.engine = FsdpEngine(
-            s.model, s.engine, s.optimizer, s.loss,
-            rank=self.rank, world_size=self.world_size, init_method=where, seed=s.seed,
-        )  # fmt: skip
+            s.model, s.engine, s.optimizer, s.loss, rank=self.rank, world_size=self.world_size, init_method=where, seed=s.seed
+        )
         if self.rank == 0:
             self.sender = transport(s.transport, s.folder).sender(ray.util.get_node_ip_address())
 

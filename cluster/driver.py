@@ -238,9 +238,8 @@ class Driver:
         """Each rank fetches its share, before any of them waits for another. Returns the lost trajectories."""
         c = self.config.algorithm
         fetched = self.services.policy.fetch(
-            groups, seed=self.config.seed, version=self.version, nominal=c.target,
-            treat_as_on_policy=c.replay.kind == "on_policy",
-        )  # fmt: skip
+            groups, seed=self.config.seed, version=self.version, nominal=c.target, treat_as_on_policy=c.replay.kind == "on_policy"
+        )
         return await until_stopped(self.stopping, fetched)
 
     async def annotate(self, group: Group) -> Group:

@@ -114,9 +114,8 @@ class Services:
             ),
         )  # fmt: skip
         self.reward = self._pool(
-            "reward", c.reward.actors, c.reward.placement,
-            lambda options: create(RewardActor, options, c.model, c.reward),
-        )  # fmt: skip
+            "reward", c.reward.actors, c.reward.placement, lambda options: create(RewardActor, options, c.model, c.reward)
+        )
         self.pools: list[Pool[Any]] = [self.rollout, self.environment, self.reward]
         await asyncio.gather(*self._starts())
         numbers = {"trainer": c.trainer.threads if self.trains else None, "engine": getattr(c.engine, "threads", None)}

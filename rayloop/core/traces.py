@@ -190,9 +190,7 @@ def _given(tokens: TokenIds) -> Trace:
 
 def image_json(image: ImageRef) -> dict[str, Any]:
     """A reference as plain data."""
-    return {
-        "sha256": image.sha256, "width": image.width, "height": image.height, "grid": list(image.grid), "tokens": image.tokens,
-    }  # fmt: skip
+    return {"sha256": image.sha256, "width": image.width, "height": image.height, "grid": list(image.grid), "tokens": image.tokens}
 
 
 def _image(image: ImageRef, data: bytes | None) -> dict[str, Any]:

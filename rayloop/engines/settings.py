@@ -158,9 +158,9 @@ class VllmEngineSettings(EngineChoice):
         return made
 
 
-_VLLM_ARGUMENTS = frozenset({
-    "model", "dtype", "max_num_seqs", "logprobs_mode", "worker_extension_cls", "mm_processor_kwargs", "trust_remote_code",
-})  # fmt: skip
+_VLLM_ARGUMENTS = frozenset(
+    {"model", "dtype", "max_num_seqs", "logprobs_mode", "worker_extension_cls", "mm_processor_kwargs", "trust_remote_code"}
+)
 """What rayloop itself passes to vLLM."""
 _NUMBERS: dict[str, type | tuple[type, ...]] = {
     "tensor_parallel_size": int, "pipeline_parallel_size": int, "max_model_len": int, "kv_cache_memory_bytes": int,

@@ -260,10 +260,8 @@ class _Episode:
         """The context up to ``completion`` with room for the images of ``observation``."""
         room = self.settings.max_images - len(observation.images)
         return await in_thread(
-            begun_anew,
-            self.renderer, self.prompt, self.exchanges, completion.token_ids, room,
-            timeout=self.settings.step_timeout,
-        )  # fmt: skip
+            begun_anew, self.renderer, self.prompt, self.exchanges, completion.token_ids, room, timeout=self.settings.step_timeout
+        )
 
     def _append(self, role: str, rendered: Rendered, *, restart: bool = False) -> None:
         refs = tuple(image.ref for image in rendered.images)

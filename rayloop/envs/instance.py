@@ -24,15 +24,12 @@ class Instance(Protocol):
 
     async def make(self, timeout: float) -> None:
         """Call its constructor; first of all. Raises as ``call`` does."""
-        ...
 
     async def call(self, method: str, *args: object, timeout: float) -> Any:
         """What ``invoke`` gives. Raises DeadlineExceeded, EnvironmentFailed when its process ended, and what the method raises."""
-        ...
 
     async def close(self, timeout: float) -> None:
         """Last of all, also after a failure. Raises as ``call`` does; whatever happens, nothing of it is used again."""
-        ...
 
 
 def invoke(environment: Environment, method: str, args: tuple[Any, ...]) -> Any:

@@ -77,10 +77,8 @@ class Lengths:
 
 
 def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory]:
-    """One entry for each role, for trajectories of these lengths. On GPUs the parts but ``HOST`` lie there.
-
-    Leave a fifth free for fragmentation, communication and compiled graphs, which are not counted.
-    """
+    """One entry for each role, for trajectories of these lengths. On GPUs the parts but ``HOST`` lie there. Leave a fifth free
+    for fragmentation, communication and compiled graphs, which are not counted."""
     policy, rollout, environment, reward = config.policy, config.rollout, config.environment, config.reward
     roles = [
         RoleMemory("driver", 1, 0, {"process": LIGHT}),
@@ -96,10 +94,8 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory
 
 
 def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
-    """Bytes of one rank: its part of weights, gradients and moments (FSDP), and the activations of its micro-batch.
-
-    Members of a group share their prompt in a micro-batch, unless an episode has several turns with observations of their own.
-    """
+    """Bytes of one rank: its part of weights, gradients and moments (FSDP), and the activations of its micro-batch. Members of a
+    group share their prompt in a micro-batch, unless an episode has several turns with observations of their own."""
     engine, ranks, algorithm = config.policy.engine, config.policy.ranks, config.algorithm
     trained = shape.trained(engine)
     copies = algorithm.group_size if config.environment.episode.max_turns > 1 else 1
@@ -134,10 +130,8 @@ def _published(config: RunConfig, shape: Shape) -> int:
 
 
 def fitted(engine: FsdpSettings, shape: Shape, ranks: int, on_gpu: bool, machine: int | None = None) -> FsdpSettings:
-    """The settings with a micro-batch for ``machine`` bytes (None: this one's limit), if none is named and ranks use CPUs.
-
-    Half of the tokens may stand for images.
-    """
+    """The settings with a micro-batch for ``machine`` bytes (None: this one's limit), if none is named and ranks use CPUs. Half
+    of the tokens may stand for images."""
     if engine.micro_batch_tokens is not None or on_gpu:
         return engine
     if machine is None:

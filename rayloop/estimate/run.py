@@ -86,10 +86,8 @@ class Plan:
 
 
 def plan(config: RunConfig, found: Measured | None, step_seconds: float | None = None) -> Plan:
-    """The plan of ``config``, timed by the measured steps of a run or by ``step_seconds``.
-
-    Without measured lengths a trajectory is as long as the configuration allows: an upper bound.
-    """
+    """The plan of ``config``, timed by the measured steps of a run or by ``step_seconds``. Without measured lengths a trajectory
+    is as long as the configuration allows: an upper bound."""
     algorithm, update, steps = config.algorithm, config.policy.update, config.steps
     episode = config.environment.episode
     response = min(episode.max_turns * config.rollout.sampling.max_tokens, episode.max_tokens)

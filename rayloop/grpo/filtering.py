@@ -62,12 +62,10 @@ def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
 def enough(
     survivors: int, target: int, used: int, settings: FilteringSettings, counts: Mapping[str, int], lost: Sequence[Unscored] = ()
 ) -> bool:
-    """Whether a step trains on ``survivors`` trajectories after ``used`` generation batches, or starts another batch.
-
-    A full target trains; else another batch follows while the budget lasts; else the smaller batch trains when at least
-    ``min_fraction`` of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the statuses of this step's
-    trajectories) and the most frequent reasons of those that are ``lost``, without a reward.
-    """
+    """Whether a step trains on ``survivors`` trajectories after ``used`` generation batches, or starts another batch. A full
+    target trains; else another batch follows while the budget lasts; else the smaller batch trains when at least ``min_fraction``
+    of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the statuses of this step's trajectories) and
+    the most frequent reasons of those that are ``lost``, without a reward."""
     if survivors >= target:
         return True
     if used < settings.max_generation_batches:

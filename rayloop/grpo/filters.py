@@ -23,7 +23,6 @@ class Filter(Protocol):
         """Position in ``group.members`` -> the reason under which it is counted (``filtered/<reason>``). Only of kept members; all
         of these are scored and have an advantage. Every filter sees the group as it was before the first one, so none depends on
         the place of another. It must not depend on anything but the group, nor change it."""
-        ...
 
 
 class MemberFilter(SettingsModel):

@@ -197,11 +197,9 @@ def _correction(old: Tensor, behaviour: Tensor, on_policy: Tensor | None, settin
 
 
 def _clipped(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """Returns ``-min(ratio * A, clip(ratio) * A)`` [N], and where the low, high and dual clip apply (bool [N] each).
-
-    PPO's clipped loss (arXiv:1707.06347) with a clip of its own above 1 (DAPO, arXiv:2503.14476). For A < 0 the loss is at most
-    ``dual_clip * |A|`` (dual-clip PPO, arXiv:1912.09729).
-    """
+    """Returns ``-min(ratio * A, clip(ratio) * A)`` [N], and where the low, high and dual clip apply (bool [N] each). PPO's
+    clipped loss (arXiv:1707.06347) with a clip of its own above 1 (DAPO, arXiv:2503.14476). For A < 0 the loss is at most
+    ``dual_clip * |A|`` (dual-clip PPO, arXiv:1912.09729)."""
     plain = -ratio * advantage
     bound = -ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantage
     loss = torch.maximum(plain, bound)
@@ -215,23 +213,19 @@ def _clipped(ratio: Tensor, advantage: Tensor, settings: LossSettings) -> tuple[
 
 
 def k3(current: Tensor, reference: Tensor, bound: float = K3_BOUND, cap: float | None = None) -> Tensor:
-    """Returns ``exp(d) - d - 1`` [N] >= 0 with ``d = reference - current`` clamped to ±bound, at most ``cap``.
-
-    Estimates KL(current || reference) from tokens sampled by ``current``: the k3 estimator of John Schulman's note "Approximating
-    KL divergence" (joschu.net/blog/kl-approx.html, 2020), used by GRPO (arXiv:2402.03300).
-    """
+    """Returns ``exp(d) - d - 1`` [N] >= 0 with ``d = reference - current`` clamped to ±bound, at most ``cap``. Estimates
+    KL(current || reference) from tokens sampled by ``current``: the k3 estimator of John Schulman's note "Approximating KL
+    divergence" (joschu.net/blog/kl-approx.html, 2020), used by GRPO (arXiv:2402.03300)."""
     d = (reference - current).clamp(-bound, bound)
     estimate = torch.expm1(d) - d
     return estimate if cap is None else estimate.clamp(max=cap)
 
 
 def token_weights(segment: Tensor, settings: LossSettings, denominator: Denominator) -> Tensor:
-    """Returns weights [N] float32; ``(weights * loss).sum()``, summed over all micro-batches and ranks, is the loss of the update.
-
-    ``segment`` [N] int64 >= 0 is the trajectory of each token; a trajectory is never split over micro-batches. token-mean: DAPO
-    (arXiv:2503.14476); seq-mean-token-mean: GRPO (arXiv:2402.03300); seq-mean-token-sum-norm: Dr. GRPO (arXiv:2503.20783).
-    Raises ValueError for an empty denominator.
-    """
+    """Returns weights [N] float32; ``(weights * loss).sum()``, summed over all micro-batches and ranks, is the loss of the
+    update. ``segment`` [N] int64 >= 0 is the trajectory of each token; a trajectory is never split over micro-batches.
+    token-mean: DAPO (arXiv:2503.14476); seq-mean-token-mean: GRPO (arXiv:2402.03300); seq-mean-token-sum-norm: Dr. GRPO
+    (arXiv:2503.20783). Raises ValueError for an empty denominator."""
     if denominator.tokens <= 0 or denominator.sequences <= 0:
         raise ValueError(f"an update over {denominator.tokens} tokens of {denominator.sequences} trajectories")
     ones = torch.ones(segment.shape, dtype=torch.float32, device=segment.device)

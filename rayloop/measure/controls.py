@@ -34,10 +34,8 @@ class BlindPrior(Protocol):
 
 
 def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
-    """Each task with the images of another task of the same source, or of another source; its question stays.
-
-    Tasks without such another are left out.
-    """
+    """Each task with the images of another task of the same source, or of another source; its question stays. Tasks without such
+    another are left out."""
     order = [task for task in tasks if task.images]
     random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(order)
     result = []
@@ -216,9 +214,7 @@ def _shown(found: Interval) -> str:
 
 def pass_rates(items: Iterable[Item], score: str, least: float, arm: str = SAMPLED) -> dict[int, Interval]:
     """k -> pass@k over tasks with its 95 % interval, for k = 1, 2, 4, ... and the number of sampled answers; empty without any.
-
-    An answer is right when its ``score`` is at least ``least``. k goes up to the answers of the task with fewest.
-    """
+    An answer is right when its ``score`` is at least ``least``. k goes up to the answers of the task with fewest."""
     found: dict[str, list[bool]] = defaultdict(list)
     for item in items:
         if item.arm == arm and score in item.scores:

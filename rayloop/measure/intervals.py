@@ -45,9 +45,7 @@ def paired_interval(after: Sequence[float], before: Sequence[float], seed: int =
 
 def calibration_error(confidences: Sequence[float], right: Sequence[float], bins: int = BINS) -> float:
     """The expected calibration error (Guo et al., 2017, equation 3), 0 to 1, over ``bins`` equal ranges of confidence.
-
-    ``confidences`` [N] from 0 to 1, ``right`` [N] 0 or 1. Raises ValueError when there is none, or their numbers differ.
-    """
+    ``confidences`` [N] from 0 to 1, ``right`` [N] 0 or 1. Raises ValueError when there is none, or their numbers differ."""
     if not confidences or len(confidences) != len(right):
         raise ValueError(f"{len(confidences)} confidences and {len(right)} answers: there must be as many, and at least one")
     gaps = [0.0] * bins

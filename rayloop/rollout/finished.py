@@ -164,9 +164,7 @@ class FinishedGroups:
 
     def commit(self, group: Group) -> str:
         """Take a finished group in: what was kept is ready, the rest has its status. Returns why to quarantine its task, or "".
-
-        Raises AlarmStopped or GraderBroken.
-        """
+        Raises AlarmStopped or GraderBroken."""
         played = self._account_for_replay(group)
         for member in group.members:
             if not member.replayed:

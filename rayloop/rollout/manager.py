@@ -96,10 +96,8 @@ class RolloutManager:
 
     async def collect(self, version: Version, inherited: Mapping[int, int], hold: Hold = _nothing_lost) -> Collected:
         """Wait until the step's target is ready, or its budget is spent; rank and cut. ``version`` is the one that will train.
-
         ``hold`` keeps the payloads, and returns the trajectories that are lost, which are excluded and made up for. Raises
-        GenerationBudgetSpent, ConfigError (no task is left), Stalled, Preempted.
-        """
+        GenerationBudgetSpent, ConfigError (no task is left), Stalled, Preempted."""
         self._collecting = True
         self._notify()
         try:

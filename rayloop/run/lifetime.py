@@ -163,7 +163,7 @@ DURATIONS = (
     Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),
     Duration(STALL, "nothing having moved at all", "the run ends: some wait has no deadline of its own"),
     Duration("preemption.grace", "saving, after SIGTERM", "the run ends unsaved; set it below what the scheduler allows"),
-)  # fmt: skip
+)
 """From the innermost wait to the outermost; those without ``within`` are bounded by nothing in the configuration."""
 
 

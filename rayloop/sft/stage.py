@@ -36,7 +36,6 @@ class Answers(Protocol):
 
     def answer(self, task: Task, rng: random.Random) -> str | Sequence[Message]:
         """The answer to a task. Raises DataFailure for a row without one."""
-        ...
 
 
 class TinySettings(SettingsModel):

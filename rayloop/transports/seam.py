@@ -44,11 +44,9 @@ class WeightExporter(Protocol):
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
         """Gather the weights and ``pack`` them with the sender. Raises PolicyLost."""
-        ...
 
     def ask(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
         """Call a method of the sender in the first rank: ``ask(MySender.method, ...)``. Raises what it raises, PolicyLost."""
-        ...
 
 
 class Rollouts(Protocol):
@@ -57,20 +55,16 @@ class Rollouts(Protocol):
     @property
     def members(self) -> tuple[int, ...]:
         """Their serial numbers, which are never used twice."""
-        ...
 
     def keep(self, update: WeightUpdate[Any]) -> None:
         """Engines that start from now on load this. Call it before the first ``load`` of a version."""
-        ...
 
     async def load(self, update: WeightUpdate[Any]) -> None:
         """Every engine in service loads it within ``weight_sync.timeout``. An engine that is lost meanwhile is replaced. Raises the
         first failure (WeightSyncError, BroadcastFailed) after all have ended."""
-        ...
 
     def fell_back(self, version: Version, error: Exception) -> None:
         """Emits an event: the transport failed for this version, and a slower way follows."""
-        ...
 
 
 class Sender(ABC, Generic[Source]):

@@ -14,9 +14,7 @@ from rayloop.core.types import Message, Task
 from rayloop.data.dataset import field, image_entry
 from rayloop.rewards.saved import parsed
 
-TYPES = (
-    "line", "bar", "stacked bar", "pie", "histogram", "scatterplot", "area", "stacked area", "bubble", "treemap",
-)  # fmt: skip
+TYPES = ("line", "bar", "stacked bar", "pie", "histogram", "scatterplot", "area", "stacked area", "bubble", "treemap")
 _ANSWER = "<answer>\nthe final answer on one line\n</answer>"
 _STEPS = "<step-1>: what the question asks for\n<step-2>: the data it needs\n...\n<step-n>: the last step to the answer"
 _TYPE = f"<type>the kind of chart, one of: {', '.join(TYPES)}</type>"

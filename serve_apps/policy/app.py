@@ -76,9 +76,8 @@ def web(service: PolicyService, key: str) -> FastAPI:
         return Response(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
     @app.get(
-        "/v1/traces/{name}/{choice}", responses=documented(400, 401, 403, 404), dependencies=KEY,
-        response_model=dict[str, Any],
-    )  # fmt: skip
+        "/v1/traces/{name}/{choice}", responses=documented(400, 401, 403, 404), dependencies=KEY, response_model=dict[str, Any]
+    )
     async def trace(name: str, choice: int) -> Any:
         answer = f"{name}/{choice}"
         return service.trace(answer) or problem(404, "not_found", f"the answer {answer} is not known (any more)")

@@ -71,8 +71,7 @@ class Collator:
 
     def ahead(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
         """Yields the ``batch`` of each part of the plan, in order; while the caller computes with one, a thread packs the next.
-        Raises what ``batch`` raises, at the part that causes it.
-        """
+        Raises what ``batch`` raises, at the part that causes it."""
         promises = deque(self._packer.submit(self._packed, part) for part in plan[:1])
         try:
             for number in range(1, len(plan) + 1):
@@ -93,8 +92,7 @@ class Collator:
 
     def _pixels(self, image: ImageRef, trajectory: Trajectory, swap: bool) -> Future[Tensor]:
         """Returns the same future for all live samples with this image, so that a batch encodes it once. A failed one is retried:
-        this trajectory may have the bytes.
-        """
+        this trajectory may have the bytes."""
         if self._vision is None:
             raise ValueError(f"trajectory {trajectory.id} has an image, but the model has no vision tower")
         promise = self._promised.get((image.sha256, swap))

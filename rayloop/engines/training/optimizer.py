@@ -92,9 +92,8 @@ def _make(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.
     if settings.kind == "sgd":
         return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     adamw = torch.optim.AdamW(  # arXiv:1711.05101
-        parameters,
-        lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True,
-    )  # fmt: skip
+        parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
+    )
     for parameter in parameters:  # as AdamW itself does at its first step, but there before it, for save and load
         adamw.state[parameter] = {
             "step": torch.tensor(0.0, device=parameter.device),

@@ -46,12 +46,9 @@ class Scorer(nn.Module):
         *earlier, last = range(0, max(1, len(hidden)), self.chunk)
         # Each chunk is recomputed in the backward pass, but for the last, which comes first there: [N, vocabulary] is never held.
         chunks = [
-            checkpoint(
-                self._chunk, hidden, batch, slice(i, i + self.chunk), entropy,
-                use_reentrant=False, preserve_rng_state=False,
-            )
+            checkpoint(self._chunk, hidden, batch, slice(i, i + self.chunk), entropy, use_reentrant=False, preserve_rng_state=False)
             for i in earlier
-        ]  # fmt: skip
+        ]
         chunks.append(self._chunk(hidden, batch, slice(last, last + self.chunk), entropy))
         logprobs, entropies = zip(*chunks, strict=True)
         return Scores(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
@@ -69,9 +66,7 @@ class Scorer(nn.Module):
         if batch.pixel_values is None or batch.image_grid is None or batch.image_index is None:
             return {"input_ids": batch.token_ids}
         if len(batch.image_index) == len(batch.image_grid):
-            return {
-                "input_ids": batch.token_ids, "pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid
-            }  # fmt: skip
+            return {"input_ids": batch.token_ids, "pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid}
         encoded = self.model.get_image_features(batch.pixel_values, batch.image_grid, return_dict=True).pooler_output
         embeddings = self.model.get_input_embeddings()(batch.token_ids)
         images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)

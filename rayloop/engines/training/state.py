@@ -51,9 +51,8 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(
-    folder: str, state: dict[str, Any], rank: int,
-    random: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None,
-) -> dict[str, Checksum]:  # fmt: skip
+    folder: str, state: dict[str, Any], rank: int, random: dict[str, Any] | None = None, group: dist.ProcessGroup | None = None
+) -> dict[str, Checksum]:
     """Write ``state`` (nested dicts of tensors) and this rank's random state: ``random``, or that of now. Raises CheckpointError.
     Collective within ``group``; None: the default one. Returns name -> sum of the files that this rank has written."""
     writer = _Writer(Path(folder))

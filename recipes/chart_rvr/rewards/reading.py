@@ -157,9 +157,8 @@ class ChartSample:
         """The last turn's text with the truth of a row that has the data set's columns."""
         extra = task.extra
         return cls(
-            text, task.ground_truth, extra.get("chart_type"), extra.get("table"), extra.get("reasoning"), tokens,
-            f"task {task.id}",
-        )  # fmt: skip
+            text, task.ground_truth, extra.get("chart_type"), extra.get("table"), extra.get("reasoning"), tokens, f"task {task.id}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
