@@ -1,7 +1,5 @@
 """What is done about an actor's error, by its class. A test walks through ``ray.exceptions``: a new class must get its line."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Mapping, Sequence
 from enum import StrEnum

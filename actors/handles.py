@@ -1,7 +1,5 @@
 """Typed handles of actors: the type checker refuses wrong methods and arguments of ``submit(handle, Class.method, ...)``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 

@@ -1,8 +1,6 @@
 """An image is sent once per engine: a request names its images by hash, and carries the bytes that its engine has not had.
 ``SentImages`` is the half of the process that calls engines, ``ImageCache`` that of a rollout actor."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection

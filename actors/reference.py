@@ -1,7 +1,5 @@
 """The reference actor: log-probs of the sampled tokens under the frozen start model, off the training path."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

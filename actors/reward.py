@@ -1,7 +1,5 @@
 """The reward actor: scores finished episodes, and never turns a failure of the grader into a number. No torch."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import inspect

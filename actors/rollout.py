@@ -1,7 +1,5 @@
 """The rollout actor: hosts a generation engine and keeps it on the synced weights."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import tempfile

@@ -1,8 +1,6 @@
 """The driver: GRPO with partial dynamic filtering over actors. It moves references and decisions, never tensors. ``Driver.run`` and
 ``Driver.finish`` are the algorithm; the methods that they call follow in the order of the calls."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

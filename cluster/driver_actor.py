@@ -1,7 +1,5 @@
 """The Ray actor of the driver, with the methods that other processes call."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Mapping
 from pathlib import Path

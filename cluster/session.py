@@ -1,7 +1,5 @@
 """Connecting to Ray, or starting a private local cluster on this machine. The only file that uses private names of Ray."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Verdicts that are known, in memory and in an SQLite file that runs and processes share. Failures are never kept."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Calibration of a judge over labelled items: accuracy, Cohen's kappa, false positives on attacks, and drift."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -2,8 +2,6 @@
 that wait are sent together, at most ``batch`` per request and ``concurrency`` requests at a time; while a request is free a
 question is sent at once, so batches form only under load."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

@@ -1,7 +1,5 @@
 """The judge itself: rules first, then the cache, then a model, if there is one."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Whether the judge is well: a circuit breaker, and the canary, whose right verdicts are known."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random

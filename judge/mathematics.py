@@ -1,8 +1,6 @@
 """Whether two mathematical texts are equivalent, by ``math-verify`` in a child process, which is killed when a pair takes too long.
 Sympy may compute for hours on a policy's text, and its own deadlines need signals of the main thread."""
 
-from __future__ import annotations
-
 import json
 import select
 import subprocess

@@ -2,8 +2,6 @@
 item, with the candidate fenced as data. A reply is one JSON object of the rubric's form, or no verdict; a substring is never
 enough."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

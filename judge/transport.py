@@ -1,7 +1,5 @@
 """HTTP requests to the judge: its address and key, time limits, the meaning of its answers, and the client's Prometheus metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import email.utils
 import json

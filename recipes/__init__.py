@@ -2,8 +2,6 @@
 ``data prepare`` reads maps of published data sets below ``datasets/``, ``eval --benchmark`` configurations below
 ``benchmarks/``."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """How a run ends before its last step: saved if possible, recorded, and with the step that a resume starts from."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import traceback

@@ -1,7 +1,5 @@
 """The loggers of a run, opened by their settings, and the Prometheus logger, whose gauges are on Ray's metrics port."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Weight sync to the rollout engines, and the check at the start that weights arrive (docs/algorithm.md, sections 10 and 11)."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Sequence

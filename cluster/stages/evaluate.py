@@ -1,7 +1,5 @@
 """``python -m rayloop eval``: a checkpoint on held-out rows, through the actors of training, item by item."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import hashlib

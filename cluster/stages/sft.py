@@ -1,8 +1,6 @@
 """The supervised stage on Ray Train: each worker of a TorchTrainer is one rank of the trainer, started again from the last
 checkpoint when one dies. ``output``/run has progress.txt, logs, and the checkpoints until the stage has ended."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

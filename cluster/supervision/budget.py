@@ -1,7 +1,5 @@
 """How often a role may replace its actors: a budget for each slot, and the end of a run whose role has no actor."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

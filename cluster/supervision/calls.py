@@ -1,8 +1,6 @@
 """Calls that play or score episodes: on which actor and engine, for how long, and the result of each episode. A call that fails as
 a whole becomes a ``Failure`` of each of its episodes. attempts.py decides what is done about it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress

@@ -7,8 +7,6 @@
 
 An actor is counted by its node when the pool is on several, else by its slot; in a pool of one by its process."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The nodes of a run's actors: a node is lost once, with all actors on it; one on which actors fail again and again is avoided."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

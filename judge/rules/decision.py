@@ -1,8 +1,6 @@
 """Deterministic rules for short answers: the same text, option, yes or no, number, list. A rule decides only what is the same, or
 another answer, however the question is meant; the rest is left to a model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

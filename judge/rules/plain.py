@@ -2,8 +2,6 @@
 Everything else stays: superscripts (5² is not 52), digits of other scripts, brackets, order, and the case of short words, units,
 symbols and codes."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Numbers as people write them: one strict grammar, compared exactly. What it does not understand completely is no quantity."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

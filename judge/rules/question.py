@@ -1,7 +1,5 @@
 """What a question's wording means for comparing answers: a code, a year, an option, a percentage, a notation, a negation."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

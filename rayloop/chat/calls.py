@@ -1,7 +1,5 @@
 """Calls of tools as the chat templates of Qwen and Hermes define them; for environments and the policy's endpoint."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """From chat messages to token ids and back, without transformers."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import uuid

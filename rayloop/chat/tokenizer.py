@@ -1,7 +1,5 @@
 """The tokenizer and chat template of a model folder, without transformers, which imports torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime

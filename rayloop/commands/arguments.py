@@ -1,7 +1,5 @@
 """Arguments that several commands share: a run's configuration, and the Ray cluster that it uses."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

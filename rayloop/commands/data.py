@@ -1,7 +1,5 @@
 """``data prepare|validate``: make the dataset of a recipe, and check a file before a run reads it."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

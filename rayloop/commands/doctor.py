@@ -1,7 +1,5 @@
 """``doctor``: what would go wrong here, and what to do about it (rayloop/doctor)."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

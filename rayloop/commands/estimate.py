@@ -1,7 +1,5 @@
 """``estimate``: steps, tokens, time and memory of a run before it is started, by arithmetic and from measured steps."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

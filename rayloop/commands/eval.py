@@ -1,7 +1,5 @@
 """``eval``: measure a checkpoint on held-out rows, with controls."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """``status``, ``logs``, ``stacks`` and ``stop``: commands that need a run's folder and nothing else. ``stop`` sends SIGTERM to a
 process on this machine, and asks the driver of another machine's through the run's Ray cluster."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """``node head|worker``: one Ray node of a cluster, which finds the others (rayloop/launch/node.py)."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``score``: a recipe's reward on saved completions, without a run, a model or Ray."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import inspect

@@ -1,7 +1,5 @@
 """``slurm render|up|status|down``: a cluster of Slurm jobs from the scripts in deploy/slurm, and its end."""
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``train``, ``try``, ``sft``, ``export`` and ``report``: train a policy, look at one row first, write the model and a page."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

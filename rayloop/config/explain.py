@@ -1,7 +1,5 @@
 """Settings classes and written data side by side: the keys that are valid at each place, and errors in plain words."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

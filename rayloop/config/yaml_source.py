@@ -1,8 +1,6 @@
 """YAML 1.2 with the place of every value. Layers: the ``extends`` file, the file, overrides. Mappings merge by key; lists and
 scalars are replaced, and a mapping with another ``kind`` or ``use`` starts afresh."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Events that a run records once: one class for each kind, with typed fields; those of failures are in incidents.py. The suffix
 ``Event`` is not part of the kind. docs/events.md is made from the docstrings and from ``by``, the emitting file."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Typed failures, none of which becomes a reward. The command line prints a ``RayloopError`` as one paragraph."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

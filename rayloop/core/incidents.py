@@ -1,7 +1,5 @@
 """Incidents: the events (events.py) of what went wrong, from a value that changed to a driver that died."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

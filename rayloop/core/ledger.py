@@ -1,7 +1,5 @@
 """The ledger: one state per live trajectory id and a counter per final state, so that every trajectory is accounted for."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import TypedDict

@@ -1,7 +1,5 @@
 """The seams. An implementation is named by a dotted path or a ``kind`` in the configuration; nothing is registered."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias

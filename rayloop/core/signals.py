@@ -1,7 +1,5 @@
 """Signals: handlers for the time of a block, and the record of what was asked."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

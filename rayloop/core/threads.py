@@ -1,8 +1,6 @@
 """Calls of foreign, blocking code with a deadline: in a daemon thread for each call, which neither exhausts a pool nor keeps the
 process from exiting, or (``CallLoop``) in one thread for all calls of an object and its coroutines."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The order in which a run visits the tasks of its dataset, and which of them stand for all."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

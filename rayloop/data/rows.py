@@ -1,7 +1,5 @@
 """The rows of a data file, JSONL or parquet, with the place of each; a file of another shape is refused with advice."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a check found, and what to do about it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

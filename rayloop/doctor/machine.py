@@ -1,7 +1,5 @@
 """Checks of memory, disks, limits, cores and accelerators of this machine."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

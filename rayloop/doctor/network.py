@@ -1,7 +1,5 @@
 """Checks of ports, proxies, and of the Ray cluster that a run would join."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Checks of Python, of the installed packages, and of the programs that confine what a policy writes or opens."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Attention over packed sequences, batched by length: packing then costs what the sequences cost. transformers' own SDPA masks the
 whole packed row, which computes [T, T] per layer, and calls the kernel for every image and window of a vision tower."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, MutableMapping
 from typing import Any, NamedTuple, cast
 

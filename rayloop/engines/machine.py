@@ -1,7 +1,5 @@
 """The process on its machine: the cores that it may use, and the memory that it keeps. Imports no torch."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

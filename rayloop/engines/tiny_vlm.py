@@ -1,8 +1,6 @@
 """Makes a tiny model folder on the spot: Qwen2.5-VL (or text-only Qwen2) with random weights and its own tokenizer. The layout is
 that of the real checkpoint, so that transformers and vLLM load it; only the sizes differ."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 checked in this order: over_length (the token limit cut the turn), tool_deadline, action_error, done, max_turns, over_length (no
 room for another turn), max_images. Sampled tokens are never altered."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import threading

@@ -1,7 +1,5 @@
 """One environment while it lives: made, called and closed by a thread of its own, a process, or the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping

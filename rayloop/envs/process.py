@@ -1,8 +1,6 @@
 """``isolation: process``: an environment in a process of its own (guard.py, worker.py), without torch and Ray, in its own session.
 The process is used again for other instances, is killed with all that it started when a call hangs, and ends with its parent."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

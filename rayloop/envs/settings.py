@@ -1,7 +1,5 @@
 """Settings of the episode loop. Light: no torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The process of an environment with ``isolation: process``: calls run in its main thread, another thread reads them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Memory of each role by arithmetic: weights, gradients, optimizer, activations, cache of keys and values."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

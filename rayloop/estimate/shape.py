@@ -1,7 +1,5 @@
 """How large a model is: its parameters by tensor, from the headers of its files; nothing is loaded."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

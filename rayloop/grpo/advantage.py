@@ -1,7 +1,5 @@
 """The group-relative advantage of GRPO (arXiv:2402.03300), over the scored members of a group (docs/algorithm.md, section 3)."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

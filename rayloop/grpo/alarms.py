@@ -2,8 +2,6 @@
 (docs/algorithm.md, section 10). Fresh samples have the same log-probs in engine and trainer, unless a weight sync was lost or one
 of the two computes wrong values."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence

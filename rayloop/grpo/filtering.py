@@ -1,7 +1,5 @@
 """Dynamic sampling with partial groups (DAPO, arXiv:2503.14476; docs/algorithm.md, section 4): filter, rank, refill."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Cuts a step's groups into optimizer updates: epochs of mini-batches, cut at group boundaries, shuffled by seed."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Replay of one stored success into a group of failures, as in ARPO (arXiv:2505.16282; docs/algorithm.md, section 5)."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections import deque

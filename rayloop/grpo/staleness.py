@@ -1,7 +1,5 @@
 """Staleness (docs/algorithm.md, section 7): how far generation may run ahead of training, bounded at admission."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """``python -m rayloop.launch.fixed_size`` prints the environment of ``ray symmetric-run`` for fixed_size.sbatch."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

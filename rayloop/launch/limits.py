@@ -1,8 +1,6 @@
 """The memory limit of this process: that of its control groups, of versions 1 and 2, and of its Slurm job. Ray and psutil see the
 machine's memory, or at most the limit of the container's own group; a scheduler's job is in one below it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The network of a node: its address, whether something listens at another, and its block of ports."""
 
-from __future__ import annotations
-
 import random
 import socket
 from collections.abc import Iterator, Sequence

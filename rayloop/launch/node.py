@@ -9,8 +9,6 @@ failed (exit code 69); without Slurm the node starts again by itself. A worker w
 since others need it to save; without --requeue it ignores SIGUSR1 and leaves with the head.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The processes of one node: ``ray start --block``, a program beside it, and Ray's logs, which are kept when it has ended."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

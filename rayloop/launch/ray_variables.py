@@ -1,7 +1,5 @@
 """The environment variables that configure Ray. They are set before Ray is imported, which is when it reads them."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

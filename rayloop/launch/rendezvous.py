@@ -9,8 +9,6 @@ A file that cannot be read (a slow or failing file system, half a file) counts a
 that does not listen gets as long as Ray itself gives it: a network may come back, and a head restarts Ray.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Restarts: the budget of a rate, and a program that is started again after a failure of the machines (exit code 69)."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

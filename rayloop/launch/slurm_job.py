@@ -1,7 +1,5 @@
 """Facts about the Slurm job of this process, and calls of Slurm's commands. Without Slurm the facts are None or empty."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

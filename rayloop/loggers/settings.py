@@ -1,7 +1,5 @@
 """Settings of where a run's metrics go besides metrics.jsonl (cluster/loop/loggers.py opens them)."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeAlias

@@ -1,7 +1,5 @@
 """The loggers of a run, each in a thread behind a bounded queue. One that fails or blocks is dropped with an event."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

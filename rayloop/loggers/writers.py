@@ -1,7 +1,5 @@
 """Metrics for TensorBoard and Weights & Biases. Each needs the extra of its name, which is imported when a run asks for it."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

@@ -4,8 +4,6 @@ A policy that learns where answers usually are scores well without the image. It
 than another image of the same kind, than an image of another kind, and than the blind prior, each by more than chance.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Statistics of scored items: bootstrap intervals, calibration error, pass@k. numpy only."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 

@@ -1,7 +1,5 @@
 """The reward of environments that score their episodes themselves."""
 
-from __future__ import annotations
-
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory

@@ -1,7 +1,5 @@
 """Saved completions, and how a recipe scores them without a run: ``SCORING`` in its module ``score``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Settings of the reward: its source, the unit that it scores, and its failures. Imports neither torch nor ray."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Finished groups: which are ready, what a step takes of them, and what they show about tasks and the acceptance rate."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Groups, members and trajectories as plain values (JSON's, bytes and arrays) and back, for the checkpoint; pydantic reads them by
 type, which runs no code. A new field without a default requires another ``SCHEMA`` (rayloop/run/identity.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields, is_dataclass
 from enum import StrEnum

@@ -4,8 +4,6 @@ With ``max_staleness: 0`` groups start in rounds, only while a step waits for th
 nothing in flight survives a weight sync. Otherwise groups start whenever the staleness bound leaves room.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """What the actors of a run reserve: CPUs, GPUs and whatever else a cluster counts, and the object store's size. Needs no Ray."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``python -m rayloop export``: a checkpoint of a run as a model folder that plain transformers loads."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

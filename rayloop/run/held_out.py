@@ -1,7 +1,5 @@
 """What an evaluation asks for, and what its answers amount to: arms, the blind prior, metrics. Nothing is played here."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Whether a checkpoint fits the run that wants to continue it, checked before anything starts. No torch, no ray. The marker carries
 what ``about`` describes: schema version, hashes of the model's files, the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

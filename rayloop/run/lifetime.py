@@ -1,7 +1,5 @@
 """Settings of checkpoints, evaluation, reports, recovery and preemption, and the order of all durations. No torch, no ray."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Where a live run is: the cluster and the namespace in which others find its actors by their names, without starting anything."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What can be known to fail before anything is started: files, folders and packages that the configuration names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

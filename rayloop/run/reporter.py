@@ -1,7 +1,5 @@
 """The reports of a run: metrics, events, quarantined rows and sampled rollouts, in the run folder and to the console."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The manifest of a weight sync (docs/algorithm.md, section 10): names, byte counts, shapes and checksums, which every receiver
 compares with the tensors that arrived."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A process group beside torch's default one. Only this module calls torch's undocumented constructors of groups."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Settings of the weight transports, and the table of them. Imports neither torch nor ray."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal

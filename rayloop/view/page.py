@@ -7,8 +7,6 @@
 and reward (null: ``unscored`` says why). A task's name is quoted as in a URL to be a file's name.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

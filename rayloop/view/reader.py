@@ -1,7 +1,5 @@
 """What a run folder has on record, read back for people: needs neither Ray, nor torch, nor the model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Actors in service, losses and recovery budgets of a run, from its events alone: for ``status``, and for Prometheus."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping

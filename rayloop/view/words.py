@@ -1,7 +1,5 @@
 """Each event of a run in plain words. The run folder has all of its fields."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Any

@@ -1,8 +1,6 @@
 """The box parsers and tool payments of Arc Vision's own reward functions (jbarnes850/verl at b2577e0), for the original variants.
 Both parsers guess. Each search is linear in the text, which a policy wrote."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

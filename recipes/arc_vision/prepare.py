@@ -2,8 +2,6 @@
 kept only when the page rewards a real click on the middle of the target. Splits share page types (``ood`` has its own), never
 seeds, and no screenshot occurs with the same instruction twice. The files are parquet in Arc Vision's schema."""
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Scores saved answers to grounding tasks: ``python -m rayloop score arc_vision FILE.jsonl``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

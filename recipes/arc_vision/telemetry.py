@@ -9,8 +9,6 @@ each trajectory. ``keep_rollouts`` says how many groups of a step a run keeps.
     contradictions.jsonl       only where what it did and what came of it do not fit together
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence

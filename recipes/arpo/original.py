@@ -1,8 +1,6 @@
 """How ARPO itself reads a turn (dvlab-research/ARPO at 7489ae3), mistakes included, for ``variant: original``. Its code for an
 action is made only to find out whether that fails."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

@@ -1,8 +1,6 @@
 """Writes rows of OSWorld's task lists, JSON ``{domain: [id, ...]}`` with each task in ``examples/DOMAIN/ID.json``: ``python -m
 rayloop data prepare osworld --out DIR --from evaluation_examples``. No real folder has been read here."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Scores saved episodes on screens: ``python -m rayloop score arpo FILE.jsonl``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

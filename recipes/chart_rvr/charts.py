@@ -1,7 +1,5 @@
 """Charts drawn from a table, each with a question, its answer and the steps to it. Equal seeds draw equal charts."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

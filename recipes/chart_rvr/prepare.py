@@ -1,8 +1,6 @@
 """Draws charts with exact tables, questions and steps: ``python -m rayloop data prepare chart_rvr --out DIR``. ``--small``: charts
 that the tiny model of quickstart.yaml can see; ``--warm N`` adds warm.jsonl, for the stage that made it."""
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Scores saved answers to chart questions: ``python -m rayloop score chart_rvr FILE.jsonl``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

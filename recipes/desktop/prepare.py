@@ -1,7 +1,5 @@
 """Writes desktop tasks as rows: ``data prepare desktop --out DIR`` makes train.jsonl and val.jsonl (every fourth task)."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writes the digits dataset: ``python -m rayloop data prepare digits --out DIR`` makes train.jsonl and eval.jsonl in DIR."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scores saved sortings of digits: ``python -m rayloop score digits FILE.jsonl``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The parsers of PyVision-RL (agents-x-project/PyVision-RL at 62ca599) and DeepEyes (Visual-Agent/DeepEyes at 6c5e796), mistakes
 included, for the ``original`` variants. Each search is linear in the text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

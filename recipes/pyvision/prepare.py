@@ -1,7 +1,5 @@
 """Draws the scenes: ``python -m rayloop data prepare pyvision --out DIR`` makes train, val and test.jsonl, and images, in DIR."""
 
-from __future__ import annotations
-
 import argparse
 import random
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Scores saved answers to questions about images: ``python -m rayloop score pyvision FILE.jsonl``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

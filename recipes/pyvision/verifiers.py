@@ -1,7 +1,5 @@
 """Whether an answer is right: by a rule of ``judge/rules`` that suits its data source, by a judge, or by its option."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping

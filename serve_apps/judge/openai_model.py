@@ -1,7 +1,5 @@
 """A model behind an OpenAI-compatible URL: verdicts in a schema, and chat completions passed through."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """One replica of the judge between HTTP and its grader: limits, deadlines, the canary, metrics."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress

@@ -1,7 +1,5 @@
 """A vLLM engine in the replica itself, with the interface of a server that speaks OpenAI's API."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Mapping
 from typing import Any

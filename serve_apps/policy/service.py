@@ -1,7 +1,5 @@
 """The policy endpoint between HTTP and the run's engines: a chat becomes tokens, sampled tokens become chat completions."""
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Reads a published data set from a folder or the Hugging Face Hub; a YAML file (``ColumnMap``) maps its columns to ours."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,8 +1,6 @@
 """Generation by any server with the OpenAI interface, over HTTP: for evaluation, and for training with a server that returns token
 ids with log-probs and loads the synced weights. Samples of other weights are off-policy from the second step on."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

@@ -1,8 +1,6 @@
 """Sampling from ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1), and where a turn ends. All B sequences
 of a batch are at the same position of their turn; V is the size of the vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Generation with SGLang 0.5.23, in processes that ``sglang.Engine`` starts. Never exercised (docs/engines.md). Only coroutines of
 its tokenizer manager are called: the engine's own methods wait on an event loop that already runs here."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import os

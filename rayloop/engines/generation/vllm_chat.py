@@ -1,8 +1,6 @@
 """Chat completions by vLLM in this process, text only, with the weights of the model's folder: the engine of a judge. Requests and
 answers have OpenAI's form."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence

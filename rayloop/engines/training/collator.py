@@ -1,8 +1,6 @@
 """Makes packed batches of trajectories for one model. Threads decode images ahead of the device, and pack the next batch while the
 device computes one. Images and prompt positions that a group shares are made once."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections import deque

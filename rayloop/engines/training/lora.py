@@ -1,7 +1,5 @@
 """Low-rank adapters in the trainer. peft is imported where it is used: a trainer without adapters starts without it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 

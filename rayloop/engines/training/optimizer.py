@@ -1,7 +1,5 @@
 """The optimizer of a sharded model: learning-rate schedule, clipping, and skipping of updates that are not finite."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ A save beside training copies the state to host memory first (``copied``): the r
 writes the copies, and the writing ranks use a process group of their own.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections import defaultdict

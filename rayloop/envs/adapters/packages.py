@@ -1,7 +1,5 @@
 """Shared by the adapters: packages that may be missing, functions that a configuration names, pictures of arrays, and rewards."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """One running Chromium: its start, the pages in it, the memory that they fill, and its end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

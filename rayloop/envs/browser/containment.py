@@ -1,8 +1,6 @@
 """How Chromium is confined: bubblewrap's namespaces around Chromium's own sandbox, each where this machine allows it. Inside there
 is no network (Playwright uses inherited pipes), no file but /usr, no other process, and the profile is in memory."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shlex

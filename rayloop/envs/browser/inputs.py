@@ -1,7 +1,5 @@
 """Carries out actions on a page, by its mouse and keyboard."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

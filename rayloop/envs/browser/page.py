@@ -1,7 +1,5 @@
 """The base of environments with a page: a turn in the UI-TARS grammar goes to the page, and its screen comes back."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from typing import Literal

@@ -1,7 +1,5 @@
 """The processes of a browser, from /proc: the tree, and the memory that each filled itself."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The host's side of one desktop: starts it in its sandbox, asks its driver, and ends it with all that runs in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Actions on a screen, as data. Points are in the model's unit until ``Pointing.on`` (``screens.py``) makes them pixels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

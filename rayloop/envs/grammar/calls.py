@@ -1,8 +1,6 @@
 """The functions of the grammar with their arguments and actions, and the names of keys. Source: bytedance/UI-TARS (582f3a7),
 prompt.py and action_parser.py; names that its models write too are aliases."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

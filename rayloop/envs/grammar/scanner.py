@@ -11,8 +11,6 @@ A backslash in a text escapes as in Python (``ESCAPES``), and a quote that does 
 One pass from left to right: the time is proportional to the length.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from rayloop.envs.grammar.actions import Action, Actions, Mistake, Point

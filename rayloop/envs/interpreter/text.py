@@ -1,7 +1,5 @@
 """PyVision's texts, kept letter by letter, since models were trained on them: instructions, code, answers, results."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

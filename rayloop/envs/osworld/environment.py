@@ -1,7 +1,5 @@
 """OSWorld as an environment, never exercised on a real machine: its tasks, UI-TARS actions, screenshots, OSWorld's own result."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """OSWorld's machines on this node: each has a process in OSWorld's Python, a lock against sharing, and rest after a failure."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

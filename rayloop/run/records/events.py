@@ -1,7 +1,5 @@
 """Where events are kept, and what a record must have. The kinds are the classes in rayloop/core/events.py and incidents.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Append-only JSON lines: one record per line, whole lines only, non-finite numbers as null."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Every metric's name (verl's where it has one), unit and meaning; ``<...>`` is any text. docs/metrics.md is made from it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ A mapping with the one key ``$array`` or ``$bytes`` stands for the tensor of tha
 written once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

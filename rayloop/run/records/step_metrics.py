@@ -1,7 +1,5 @@
 """The metrics of a step that follow from its groups alone: rewards, lengths, how episodes ended, where trajectories went."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

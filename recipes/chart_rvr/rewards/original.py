@@ -1,8 +1,6 @@
 """The seven rewards as published, mistakes included: sanchit97/chartrl at 83c4406, its fork potate4/chartrl at 4948fe6. Texts are
 cut with ``str.split``: the content of a missing tag is the whole text."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A policy's table against the true one: columns found by their headers, rows aligned in their order, each cell in its place."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

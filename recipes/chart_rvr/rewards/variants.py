@@ -4,8 +4,6 @@
 3.5, which the code does not implement) is format + length + accuracy + l1 (type + table) + l2 process, without a reward for tags.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from fractions import Fraction
 
