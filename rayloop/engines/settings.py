@@ -268,8 +268,8 @@ class OptimizerSettings(SettingsModel):
     (docs/choosing_settings.md)."""
     betas: tuple[float, float] = (0.9, 0.999)
     """AdamW's decay of the gradient's mean and of its square. A second one of 0.95 forgets faster: for short runs."""
-    eps: float = 1e-8
-    """AdamW's term against division by 0. Raise it (1e-6) when updates of parameters with tiny gradients are noise."""
+    eps: ClassVar[float] = 1e-8
+    """AdamW's term against a division by 0, PyTorch's default."""
     weight_decay: float = Field(0.0, ge=0)
     """Pulls weights to 0; with LoRA, the adapter. Seldom needed in short runs."""
     warmup_steps: int = Field(0, ge=0)

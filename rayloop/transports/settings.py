@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Tag
+from pydantic import Field, Tag
 
 from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
@@ -56,9 +56,9 @@ class BroadcastTransport(TransportChoice):
     bucket_bytes: ClassVar[int] = 2**30
     """Tensors travel together in buckets of this size, which sender and receivers hold once more; a larger tensor has one of its
     own. Smaller buckets cost a round trip each."""
-    timeout: ClassVar[float] = 120.0
-    """Seconds that a member waits for the others, to meet and for each bucket, before the broadcast fails and the object store's
-    copy is loaded. With gloo a bucket of 1 GiB crosses the network once per engine: room for eight engines at 1 Gbit/s."""
+    timeout: float = Field(120.0, gt=0)
+    """Seconds that a member waits for the others, to meet and for each bucket of 1 GiB, before the broadcast fails and the object
+    store's copy is loaded. Raise it for slow networks; it must be less than ``weight_sync.timeout``."""
 
 
 class CollectiveTransport(BroadcastTransport):

@@ -352,7 +352,7 @@ def test_a_rank_that_dies_while_it_writes_beside_training_costs_the_steps_since_
             self.step = 2
             self.version = Version(self.version.lineage, 2)
             await self.checkpoint()
-            await self.settle()
+            await self.saving.settle()
             raise Begun
         for self.step in (1, 2):
             await self.sync_weights()
@@ -391,7 +391,7 @@ def test_a_run_whose_checkpoints_were_all_deleted_ends_when_its_policy_is_lost(
         self.step = 1
         await self.sync_weights()
         await self.checkpoint()
-        await self.settle()
+        await self.saving.settle()
         for folder in self.checkpoints.folder.glob("step_*"):
             shutil.rmtree(folder)
         raise PolicyLost("rank 0 has died")
@@ -437,11 +437,15 @@ def test_a_role_that_is_exhausted_costs_no_steps_while_the_policy_lives(
             await self.train(())
         raise RolesExhausted("the rollout role lost 21 workers")
 
-    async def broken(self: PolicyGroup) -> dict[str, float]:
-        raise RolesExhausted("the rollout role lost 21 workers")
+    asked = PolicyGroup.all
+
+    async def broken(self: PolicyGroup, method: Any, *arguments: Any) -> Any:
+        if method is PolicyRank.train:
+            raise RolesExhausted("the rollout role lost 21 workers")
+        return await asked(self, method, *arguments)
 
     monkeypatch.setattr(Driver, "evaluate", steps)
-    monkeypatch.setattr(PolicyGroup, "train", broken)
+    monkeypatch.setattr(PolicyGroup, "all", broken)
     driver = stage.driver(tmp_path / "run")
     with pytest.raises(RolesExhausted) as raised:
         asyncio.run(driver.main())

@@ -437,7 +437,6 @@ CASES = [
         code=69,
         counts={"trained": 8},
         events={"episode_failed": 8, "worker_lost": 1},
-        tries=1,
         why="the environment role had fewer than 1 of 1 actors in service, an",
         step=1,
         recovery__replacements=0,

@@ -21,13 +21,12 @@ from rayloop.transports.manifest import manifest
 from rayloop.transports.process_group import RAISING, Membership
 from rayloop.transports.settings import CollectiveTransport
 
-SETTINGS = CollectiveTransport()
+SETTINGS = CollectiveTransport(timeout=1.0)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CollectiveTransport, "bucket_bytes", 1024)
-    monkeypatch.setattr(CollectiveTransport, "timeout", 1.0)
 
 
 def tensors(seed: int = 0) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ class Driving:
 
     async def settle(self) -> None: ...
 
-    def on_disk(self) -> bool:
+    def on_disk(self, version: Version) -> bool:
         return self.saved is not None and complete(self.saved.folder) is not None
 
     def ends(self, error: Exception) -> RayloopError:

@@ -218,7 +218,8 @@ def test_a_checkpoint_with_keys_that_are_no_keys_any_more_is_continued(made: Run
     marker.write_text(json.dumps(written), encoding="utf-8")
     check(made.checkpoint, made.config, made.hashes)
     assert changes(made.checkpoint, made.config, made.hashes) == {
-        "policy.engine.lora.targets": (["q_proj"], None), "alarms.least": (20, None),
+        "policy.engine.lora.targets": (["q_proj"], None), "policy.engine.lora.dropout": (0.1, None),
+        "policy.engine.lora.vision": (False, None), "alarms.least": (20, None),
     }  # fmt: skip
 
 
