@@ -42,7 +42,7 @@ from rayloop.run.lifetime import (
     check_durations,
     with_time_to_compile,
 )
-from rayloop.transports.settings import BroadcastTransport, ObjectStoreTransport, Placed, TransportSettings, problems
+from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
 
 
 class DataSettings(SettingsModel):
@@ -342,10 +342,4 @@ def _engine_problems(c: RunConfig) -> Any:
 def _transport_problems(c: RunConfig) -> Any:
     """Where the policy and the engines are placed decides which ways weights can take between them."""
     policy, rollout = c.policy.placement.num_gpus, c.rollout.placement.num_gpus
-    transport = c.weight_sync.transport
-    if isinstance(transport, BroadcastTransport) and c.weight_sync.timeout <= transport.timeout:
-        yield (
-            f"weight_sync.timeout ({c.weight_sync.timeout:g} s) must be longer than the {transport.timeout:g} s that a broadcast "
-            "waits for its members, after which the object store's copy is loaded. Raise it, or use kind: object_store"
-        )
-    yield from problems(transport, Placed(c.policy.ranks, policy, c.rollout.actors, rollout))
+    yield from problems(c.weight_sync.transport, Placed(c.policy.ranks, policy, c.rollout.actors, rollout))

@@ -156,6 +156,7 @@ DURATIONS = (
     Duration(EPISODE, "a whole episode", "it hangs: played again; an actor that has not said so 90 s later is replaced", STALL),
     Duration("reward.timeout", "scoring one trajectory, tried twice", "unscored as `timeout`, or the failing value", STALL, 2),
     Duration(STEP, "a trainer's step, a checkpoint, an export", "the ranks are rebuilt from the checkpoint", STALL),
+    Duration("weight_sync.transport.timeout", "each bucket of a broadcast", "the object store's copy is loaded", SYNC),
     Duration(SYNC, "an engine's taking over of weights", "the engine is replaced", STALL),
     Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced"),
     Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),

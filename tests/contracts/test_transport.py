@@ -66,16 +66,16 @@ def test_every_engine_has_every_version_and_one_that_comes_later_the_current_one
     on = stage(kind, tmp_path)
 
     async def play() -> None:
-        await on.weight_sync(1)
-        await on.weight_sync(2)
+        await on.sync_weights(1)
+        await on.sync_weights(2)
         assert await on.seen() == [[1, 2], [1, 2]]
         await on.pool.workers[2].handle.die_in_the_next_load.remote("unpack")
-        await on.weight_sync(3)
+        await on.sync_weights(3)
         [lost] = on.named("worker_lost")
         assert lost["worker"] == 2
         await on.back()
         assert await on.seen() == [[1, 2, 3], [3]]
-        await on.weight_sync(4)
+        await on.sync_weights(4)
         assert await on.seen() == [[1, 2, 3, 4], [3, 4]]
 
     on.run(play)
@@ -86,14 +86,14 @@ def test_bytes_that_are_not_the_manifest_s_are_named_and_no_engine_loads_them(ki
     on = stage(kind, tmp_path)
 
     async def play() -> None:
-        await on.weight_sync(1)
+        await on.sync_weights(1)
         await on.policy.ranks[0].lie.remote("layer.3")
         with pytest.raises(WeightSyncError, match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt"):
-            await on.weight_sync(2)
+            await on.sync_weights(2)
         assert await on.seen() == [[1], [1]]
         assert not on.named("broadcast_failed"), "another way would bring the same"
         await on.policy.ranks[0].lie.remote("")
-        await on.weight_sync(3)
+        await on.sync_weights(3)
         assert await on.seen() == [[1, 3], [1, 3]]
 
     on.run(play)

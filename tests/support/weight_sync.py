@@ -25,6 +25,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
 from rayloop.run.config import RunConfig
 from rayloop.transports.seam import transport
+from rayloop.transports.settings import BroadcastTransport
 from tests.support.runs import settings
 
 
@@ -59,6 +60,7 @@ class Receiving(RolloutActor):
 
     def __init__(self, config: RunConfig, folder: str) -> None:
         torch.set_num_threads(1)
+        BroadcastTransport.bucket_bytes = 40_000  # in this process: several buckets, of a model that small
         self.engine: Any = Engine()
         self.receiver: Any = transport(config.weight_sync.transport, folder).receiver()
 
@@ -90,6 +92,7 @@ class Sending(PolicyRank):
 
     def __init__(self, config: RunConfig, folder: str) -> None:
         torch.set_num_threads(1)
+        BroadcastTransport.bucket_bytes = 40_000
         self.sender: Any = transport(config.weight_sync.transport, folder).sender("127.0.0.1")
         self.engine: Any = SimpleNamespace(export=weights)
         self.lies = ""
