@@ -204,7 +204,8 @@ def table(config: BaseModel) -> str:
     """The table of docs/choosing_settings.md, with the values of ``config``."""
     lines = ["| key | default | seconds for | when they are over | shorter than |", "|---|---|---|---|---|"]
     for each in DURATIONS:
-        seconds = f"{value_of(config, each.key):g}"
+        default = value_of(config, each.key)
+        seconds = f"{default:g}" if default is not None else "120 (collective)"
         shorter = f"`{each.within}`" if each.within else ""
         lines.append(f"| `{each.key}` | {seconds} | {each.what} | {each.then} | {shorter} |")
     return "\n".join(lines) + "\n"

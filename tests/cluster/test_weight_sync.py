@@ -51,7 +51,8 @@ def configuration(folder: Path, model: Path, **changes: Any) -> RunConfig:
         settings(
             folder, model, data={"train": str(picture_rows(folder, 4))},
             rollout__sampling={"max_tokens": 8, "min_tokens": 2, "temperature": 0.8},
-            environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"}, **changes,
+            environment__episode__environment={"use": "rayloop.envs.single_turn:SingleTurn"},
+            **{"weight_sync__logprob_check": "self_test", **changes},
         )
     )  # fmt: skip
 
@@ -134,8 +135,8 @@ def test_an_honest_run_passes(tmp_path: Path, picture_model: Path) -> None:
     stage = act(configuration(tmp_path, picture_model))
     [logprob_check] = stage.events("logprob_check")
     assert logprob_check["mean"] < 1e-5 < 1e-4 < logprob_check["swapped"]
-    assert logprob_check["images"] == 3
-    assert 3 * 2 <= logprob_check["tokens"] <= 3 * 8
+    assert logprob_check["images"] == 4
+    assert 4 * 2 <= logprob_check["tokens"] <= 4 * 8
     tests = stage.events("self_test")
     assert sorted(test["group"] for test in tests) == PARTS
     assert all(test["follows"] < 1e-5 < 1e-2 < test["moved"] for test in tests), tests
@@ -195,7 +196,7 @@ def test_a_model_that_sees_no_pixels_is_noticed(tmp_path: Path, picture_model: P
     weights = load_file(picture_model / "model.safetensors")
     blind = {name: torch.zeros_like(t) if "merger" in name else t for name, t in weights.items()}
     save_model(str(picture_model), tmp_path / "blind", blind)
-    with pytest.raises(LogprobMismatch, match=r"swapping the images of 3 probes .* pixels do not reach the model"):
+    with pytest.raises(LogprobMismatch, match=r"swapping the images of 4 probes .* pixels do not reach the model"):
         act(configuration(tmp_path, tmp_path / "blind"))
 
 
