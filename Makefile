@@ -9,6 +9,7 @@ VENV_VLLM ?= .venv-vllm
 # Tests that start real runs wait more than they compute: three at a time keep two cores busy.
 WORKERS ?= 3
 BIN := $(VENV)/bin
+PROSE := README.md AGENTS.md CONTRIBUTING.md CHANGELOG.md docs deploy rayloop judge recipes actors cluster serve_apps benchmarks
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
@@ -52,6 +53,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check $(PACKAGES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell $(PROSE)
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m rayloop train recipes/arc_vision/quickstart.yaml

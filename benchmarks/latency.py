@@ -59,8 +59,8 @@ def _latency(arguments: argparse.Namespace) -> int:
 
         ray.shutdown()
     shape = {name: getattr(arguments, name) for name in ("environments", "turns", "slots", "turn", "actors")}
-    told = {"mean_step_s": round(step, 3), "allowed_slots": round(allowed, 1), "target": TARGET}
-    print(json.dumps({**shape, **told, "busy_of_allowed": found, "machine": machine()}))
+    found_steps = {"mean_step_s": round(step, 3), "allowed_slots": round(allowed, 1), "target": TARGET}
+    print(json.dumps({**shape, **found_steps, "busy_of_allowed": found, "machine": machine()}))
     return 0
 
 

@@ -1,7 +1,7 @@
 """``bench start``: a run as a user starts it, until its first step is trained: seconds, and CPU seconds of every process.
 
 The run is a process of its own; all its descendants are looked at every ``EVERY`` seconds in /proc, so that what a process
-used counts also after its end (but for its last moment), whoever its parent was. Linux only.
+used counts also after its end (but for its last moment), with any parent. Linux only.
 """
 
 from __future__ import annotations

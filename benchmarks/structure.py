@@ -189,7 +189,7 @@ def _counts(checkout: Checkout) -> Iterator[str]:
     keys = re.search(r"(\d+) keys", config.read_text(encoding="utf-8")) if config.exists() else None
     yield f"| keys of a run (docs/config.md) | {keys[1] if keys else '?'} | |"
     names = list(public(checkout))
-    silent = sum(not told for _, told in names)
+    silent = sum(not documented for _, documented in names)
     yield f"| public names without docstring | {silent} | of {len(names)} |"
     graph = checkout.graph(*KINDS)
     fan_in = Counter(other for imported in graph.values() for other in imported)

@@ -117,8 +117,8 @@ def _packing(folder: Path, items: list[TrainItem]) -> dict[str, Any]:
     for name, tokens in (("packed", 1 << 20), ("one by one", 1)):
         with _trainer(folder, tokens) as trainer:
             logprobs[name] = np.concatenate(trainer.logprobs([item.trajectory for item in items]))
-            told = trainer.train([items])
-            found[name] = {"loss": told["actor/loss"], "grad_norm": told["actor/grad_norm"]}
+            report = trainer.train([items])
+            found[name] = {"loss": report["actor/loss"], "grad_norm": report["actor/grad_norm"]}
     gap = np.abs(logprobs["packed"] - logprobs["one by one"])
     return {**found, "logprob_gap_mean": float(gap.mean()), "logprob_gap_max": float(gap.max())}
 

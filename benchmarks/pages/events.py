@@ -32,7 +32,7 @@ Made by `python -m benchmarks.pages.events` from the classes in `rayloop/core/ev
 `rayloop/core/incidents.py`; do not edit.
 One record per event is in `events.jsonl` (see [run_folder.md](run_folder.md)): `event` (its name), `step` (the last finished step;
 absent while there is no driver), `time` (Unix seconds), and all the fields of its kind. Durations are in seconds. `python -m
-rayloop eval` writes an `events.jsonl` of the same kinds into its own folder. The last column says where in the code it is told.
+rayloop eval` writes an `events.jsonl` of the same kinds into its own folder. The last column names the code that emits it.
 
 """
 
@@ -50,7 +50,7 @@ def reference() -> str:
 
 def _part(title: str, module: str) -> str:
     rows = "".join(_row(kind) for kind in KINDS.values() if kind.__module__ == module)
-    return f"\n## {title}\n\n| event | what happened, and its fields | what to do | told by |\n|---|---|---|---|\n{rows}"
+    return f"\n## {title}\n\n| event | what happened, and its fields | what to do | emitted by |\n|---|---|---|---|\n{rows}"
 
 
 def _row(kind: type[Event]) -> str:

@@ -137,7 +137,7 @@ class Controls(Event, by="rayloop/run/reporter.py"):
 
 class Gain(Event, by="rayloop/run/reporter.py"):
     """The run is done: what the held-out tasks earn now, against the first evaluation on record. To do: when the interval holds 0,
-    more rows in `data.eval` or more `evaluation.samples` tell a small gain from chance."""
+    more rows in `data.eval` or more `evaluation.samples` separate a small gain from chance."""
 
     since: int
     """The step of that first evaluation."""

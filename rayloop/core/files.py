@@ -99,14 +99,14 @@ def appears(path: Path, within: float) -> bool:
 
 
 def size_of(file: Path) -> int | None:
-    """Its bytes; None when that cannot be told."""
+    """Its bytes; None when that is unknown."""
     with suppress(OSError):
         return file.stat().st_size
     return None
 
 
 def size_below(folder: Path) -> int:
-    """The bytes of all files in it; 0 when that cannot be told."""
+    """The bytes of all files in it; 0 when that is unknown."""
     with suppress(OSError):
         return sum(size_of(file) or 0 for file in folder.rglob("*") if file.is_file())
     return 0

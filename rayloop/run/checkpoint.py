@@ -173,7 +173,7 @@ class Origin:
         try:
             found = self.find()
         except (OSError, ConfigError) as error:
-            return f"run again to continue from the newest checkpoint; which one that is cannot be told now: {error}"
+            return f"run again to continue from the newest checkpoint; which one that is cannot be seen now: {error}"
         where = "the beginning: there is no checkpoint" if found is None else f"step {found.step} ({found.folder.name})"
         return f"{self._run(found)} to continue from {where}"
 

@@ -30,7 +30,7 @@ FIXED = (
 """Keys that may not change within a run; with a dot at the end, all below, and whether there are any."""
 FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets", "policy.engine.lora.vision")
 """Of these, the ones that may: older checkpoints have them, and they are no keys any more."""
-UNTOLD = ("checkpoint.resume",)
+UNREPORTED = ("checkpoint.resume",)
 """Keys that say how to start, not what the run is."""
 
 
@@ -69,7 +69,7 @@ def check(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]) 
 def changes(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
     """Every value that differs from the checkpoint's, which fits: key -> (then, now). None where it does not exist."""
     then, now = _both(checkpoint.about, config)
-    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in UNTOLD]
+    keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in UNREPORTED]
     found = {key: (then.get(key), now.get(key)) for key in keys}
     rows = checkpoint.about["identity"]["data.train"], hashes["data.train"]
     return found if rows[0] == rows[1] else {**found, "content of data.train": rows}

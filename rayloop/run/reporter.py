@@ -80,7 +80,7 @@ class Reporter:
             self._took("save", event.seconds)
 
     def _took(self, what: str, seconds: float) -> None:
-        """Tell once that a stop now would come too late: an update under way ends first, and then there is a step to save."""
+        """Report once that a stop now would come too late: an update under way ends first, and then there is a step to save."""
         self._longest[what] = max(self._longest[what], seconds)
         grace, needed = self.config.preemption.grace, sum(self._longest.values())
         if self._longest["save"] and needed > grace and not self._told_grace:
@@ -88,7 +88,7 @@ class Reporter:
             self.event(incidents.GraceTooShort(round(needed, 1), grace))
 
     def _watch(self, file: str, trouble: OSError | None) -> None:
-        """Tell that a file cannot be written, once until it can."""
+        """Report that a file cannot be written, once until it can."""
         if trouble is None:
             self._unwritten.discard(file)
         elif file not in self._unwritten:

@@ -126,7 +126,7 @@ class ArcVisionReward:
         """The numbers are those that Arc Vision trained with."""
 
         variant: Literal["corrected", "original", "library"] = "corrected"
-        """corrected: the original's mistakes mended (README.md). To reproduce published numbers: ``original`` reads and pays as Arc
+        """corrected: the original's mistakes fixed (README.md). To reproduce published numbers: ``original`` reads and pays as Arc
         Vision's training function does, ``library`` as the second function of its repository, which has neither ``tool_only`` nor
         the penalties ``wrong`` and ``excessive``, but takes ``excessive`` from r_tool for each call beyond ``max_tools``."""
         weights: ArcVisionWeights = ArcVisionWeights()

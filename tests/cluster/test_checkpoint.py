@@ -251,7 +251,7 @@ def test_an_end_is_told_where_nothing_can_be_looked_up(tmp_path: Path, request: 
     save(CheckpointStore(tmp_path, keep=2), 1)
     origin = Origin.of(tmp_path, str(tmp_path / "step_000001") if resume == "named" else resume)
     request.getfixturevalue("away")
-    assert "continue from the newest checkpoint; which one that is cannot be told now" in origin.again()
+    assert "continue from the newest checkpoint; which one that is cannot be seen now" in origin.again()
     end = origin.stopped(lambda: 9)
     assert type(end) is NotSaved
 

@@ -73,7 +73,7 @@ class ChartReward:
     class Settings(SettingsModel):
         variant: Literal["corrected", "original", "fork", "paper"] = "corrected"
         """original: the published functions' numbers, mistakes included, to repeat or ablate a run; fork: the same with the fork's
-        table. corrected: the mistakes mended. paper: as the paper defines them, which the code never did."""
+        table. corrected: the mistakes fixed. paper: as the paper defines them, which the code never did."""
         weights: ChartWeights = ChartWeights()
         tolerance: float = Field(0.05, ge=0, lt=1)
         """A number is right within this share of the true one; ``original`` always has 0.05."""
