@@ -1,4 +1,4 @@
-"""What filtering and ranking cost and gain: a policy small enough to be a formula under the real RolloutManager, advantages, filters.
+"""What filtering and ranking cost and gain: a policy that is a formula under the real RolloutManager, advantages, filters.
 
     python -m benchmarks.evidence filtering      writes benchmarks/evidence/filtering.json and prints the table
 

@@ -145,7 +145,7 @@ OWN = "a class of your own (use)"
 
 
 def by_kind(default: str) -> Discriminator:
-    """Discriminates the members of a union of settings: by ``kind``, ``default`` without one, or ``OWN`` where there is a ``use``."""
+    """Discriminates the members of a union: by ``kind``, ``default`` without one, or ``OWN`` where there is a ``use``."""
 
     def which(value: Any) -> str:
         if isinstance(value, Mapping):
