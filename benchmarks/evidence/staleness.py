@@ -1,4 +1,4 @@
-"""What bounded staleness costs and which episodes it trains: the real RolloutManager on a virtual clock, late groups kept or dropped.
+"""What bounded staleness costs and which episodes it trains: the real RolloutManager on a virtual clock.
 
     python -m benchmarks.evidence staleness   writes staleness.json beside it and docs/staleness.png, prints the table
 
