@@ -209,7 +209,7 @@ def test_an_end_before_ray_starts_is_typed_and_an_event(
     def fails(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(train, "_fitting", fails)
+    monkeypatch.setattr(train, "identity", fails)
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
     with pytest.raises(RayloopError):
         train.train(config, None, None)

@@ -235,16 +235,13 @@ def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, gr
     assert "the images of none of its 1 rows can be shown" in try_it(**mine)[1]
 
 
-@pytest.mark.parametrize(
-    ("command", "module", "said"),
-    [("try", "try_", "interrupted"), ("train", "train", "interrupted before anything could be saved")],
-)
+@pytest.mark.parametrize(("command", "said"), [("try", "interrupted"), ("train", "interrupted before anything could be saved")])
 def test_an_interruption_speaks_of_saving_where_something_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, module: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, said: str
 ) -> None:
     def read(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(f"rayloop.commands.{module}.read", read)
+    monkeypatch.setattr("rayloop.commands.train.read", read)
     assert main([command, str(tmp_path / "run.yaml")]) == 1
     assert capsys.readouterr().err == f"rayloop: {said}\n"

@@ -510,10 +510,6 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
             "cuda_ipc needs the policy, with one rank",
         ),
         (
-            {"weight_sync.transport": {"kind": "collective"}, "weight_sync.timeout": 60},
-            r"weight_sync.timeout \(60 s\) must be longer than the 120 s that a broadcast waits",
-        ),
-        (
             {
                 "weight_sync.transport": {"kind": "nccl"},
                 "policy.placement": {"num_gpus": 1},
