@@ -157,7 +157,7 @@ def test_the_answers_of_an_arm_to_a_task_are_a_group_and_each_is_heard(tmp_path:
     player, items, heard = evaluated(tmp_path, per)
     assert Counter(map(tuple, player.together)) == Counter([("a",), ("b",), ("c",), ("a", "a"), ("b", "b"), ("c", "c")])
     assert [item.reward for item in items] == [1.0] * 3 + [2.0] * 6
-    assert len(set(heard)) == len(items) == 9, "what was scored is told, or nobody would see a grader that raises on all"
+    assert len(set(heard)) == len(items) == 9, "every score is reported, else nobody sees a grader that raises on all"
 
 
 class Describing(Player):

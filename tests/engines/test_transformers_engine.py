@@ -294,7 +294,7 @@ def test_a_batch_waits_twice_as_long_as_requests_kept_it_waiting_lately() -> Non
     measured = transformers.Arrivals()
     assert measured.wait == transformers.FIRST, "nothing is known"
     measured.decoded([0.5], 0.4)
-    assert measured.wait == transformers.FIRST, "one alone tells nothing"
+    assert measured.wait == transformers.FIRST, "one alone shows nothing"
     measured.decoded([1.0, 1.01, 1.015], 0.4)
     assert measured.wait == pytest.approx(0.02)
     measured.decoded([2.0] * 8, 0.4)

@@ -49,7 +49,7 @@ def settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
         "algorithm": {"group_size": 4, "groups_per_step": 2},
         "weight_sync": {"logprob_check": "stop"},
         "checkpoint": {"every": 1},
-        "recovery": {"health_timeout": 3600.0},  # whoever calls a dead actor must notice by itself
+        "recovery": {"health_timeout": 3600.0},  # only a call to a dead actor notices it
     }
     for key, value in changes.items():
         set_key(config, key.replace("__", "."), value)
