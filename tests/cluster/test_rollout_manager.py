@@ -211,7 +211,7 @@ def test_the_groups_that_differ_most_are_trained_and_the_rest_is_surplus(tmp_pat
 
 
 def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
-    changes = {"algorithm__filtering": {"ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1}}
+    changes = {"algorithm__filtering": {"ranking": "fifo"}, "algorithm__staleness": {"max_staleness": 1}}
     loop = Loop(tmp_path, differs, **changes)
 
     async def test() -> list[list[int]]:
@@ -224,7 +224,7 @@ def test_what_is_left_over_competes_again_while_fresh(tmp_path: Path) -> None:
 
 
 def test_what_is_too_old_is_stale(tmp_path: Path) -> None:
-    changes = {"algorithm__filtering": {"ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1}}
+    changes = {"algorithm__filtering": {"ranking": "fifo"}, "algorithm__staleness": {"max_staleness": 1}}
     loop = Loop(tmp_path, differs, **changes)
 
     async def test() -> list[int]:
@@ -251,7 +251,7 @@ def held_back(released: asyncio.Event) -> Play:
 @pytest.mark.parametrize(("when_late", "second"), [("wait", [1, 4]), ("drop", [4, 5])])
 def test_a_group_that_would_be_too_old_at_the_next_step_is_waited_for(when_late: str, second: list[int], tmp_path: Path) -> None:
     released = asyncio.Event()
-    changes = {"algorithm__filtering": {"ranking": "issue"}, "algorithm__staleness": {"max_staleness": 1, "when_late": when_late}}
+    changes = {"algorithm__filtering": {"ranking": "fifo"}, "algorithm__staleness": {"max_staleness": 1, "when_late": when_late}}
     loop = Loop(tmp_path, held_back(released), **changes)
 
     async def test() -> list[list[int]]:
@@ -519,7 +519,7 @@ def test_what_is_ready_is_trained_before_the_run_stops_for_want_of_tasks(fractio
         loop.rollouts.scheduler.quarantined = {task.id for task in loop.rollouts.dataset}
         return Unscored(UnscoredKind.BAD_DATA, "broken")
 
-    changes = {"algorithm__staleness": {"max_staleness": 2}, "algorithm__filtering": {"min_fraction": fraction, "ranking": "issue"}}
+    changes = {"algorithm__staleness": {"max_staleness": 2}, "algorithm__filtering": {"min_fraction": fraction, "ranking": "fifo"}}
     loop = Loop(tmp_path, play, **changes)
     done: list[list[int]] = []
 

@@ -93,7 +93,9 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     counts = made.named("finished")[0]["ledger"]
     ledger_closes(counts)
     assert counts["trained"] == 9 * 8
-    assert counts["excluded[bad_data]"] == 3 * 4
+    [probe] = made.named("probe_failed")
+    assert probe["task"] == "missing", "the log-prob check plays the first tasks, and meets it before the first group does"
+    assert counts["excluded[bad_data]"] == 2 * 4
     assert counts["excluded[over_long_prompt]"] == 4
     assert counts["excluded[invalid_reward]"] == 4 * 4
     assert counts["excluded[grader_error]"] == 4
