@@ -186,14 +186,14 @@ def flops(config: Mapping[str, Any], sequences: int, prompt: int, answer: int, g
     return prompts * linear(prompt) + sequences * (linear(prompt + answer) - linear(prompt) + head)
 
 
-def ceiling(dtype: str) -> float:
-    """FLOP/s of square matrix products, the best of three."""
+def ceiling(dtype: str, side: int = SIDE) -> float:
+    """FLOP/s of square matrix products of ``side`` rows (4 times as many on a GPU), the best of three."""
     import torch
 
     from rayloop.transports.manifest import DTYPES
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    side = 4 * SIDE if device == "cuda" else SIDE
+    side = 4 * side if device == "cuda" else side
     a, b = (torch.randn(side, side, device=device, dtype=DTYPES[dtype]) for _ in range(2))
     wait = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     best = 0.0
