@@ -40,6 +40,7 @@ class Source:
 
 
 def dotted(path: KeyPath) -> str:
+    """The path as it stands in messages: ``data.train``."""
     return ".".join(map(str, path))
 
 

@@ -35,6 +35,7 @@ class Waits:
     entered: int = 0
 
     def oldest(self) -> list[Awaited]:
+        """The open waits that count, the longest first."""
         return sorted((wait for wait in self.open.values() if wait.counts), key=lambda wait: wait.since)
 
 

@@ -58,7 +58,8 @@ class GenerationEngine(Protocol):
     async def load(self, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
         """Replace the weights and forget cached prefixes. Raises WeightSyncError; the old version is then not served."""
 
-    def health(self) -> EngineHealth: ...
+    def health(self) -> EngineHealth:
+        """The version that is served, and the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,16 +96,23 @@ class Environment(Protocol):
     quarantined. Any other exception is the environment's failure too, and DataFailure the task's.
     """
 
-    def reset(self, task: Task) -> Observation | Awaitable[Observation]: ...
-    def step(self, text: str) -> StepResult | Awaitable[StepResult]: ...
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """Begin the episode. Returns the prompt's messages."""
+
+    def step(self, text: str) -> StepResult | Awaitable[StepResult]:
+        """Carry out the policy's turn, which is cut behind its stop string."""
+
     def evaluate(self) -> float | Awaitable[float | None] | None:
         """The environment's own result of the finished episode, or None when only the reward source judges."""
 
-    def close(self) -> Awaitable[None] | None: ...
+    def close(self) -> Awaitable[None] | None:
+        """Release what the episode holds. Called at its end, also after a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
+    """What a tool answers: ``text``, then ``images``."""
+
     text: str = ""
     images: tuple[ImageSource, ...] = ()
 
@@ -114,13 +122,19 @@ class Tool(Protocol):
     that hang replace the actor, so slow tools are better subprocesses. Fetch files in ``reset``."""
 
     @property
-    def name(self) -> str: ...
-    @property
-    def description(self) -> str: ...
-    @property
-    def parameters(self) -> Mapping[str, Any]: ...
+    def name(self) -> str:
+        """The name by which the policy calls it."""
 
-    def __call__(self, **arguments: Any) -> ToolResult: ...
+    @property
+    def description(self) -> str:
+        """What it does, for the chat template."""
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON schema of its arguments."""
+
+    def __call__(self, **arguments: Any) -> ToolResult:
+        """Run it. The policy sees the text of a ToolError; any other exception is the environment's failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +153,8 @@ class RewardSource(Protocol):
     or gets ``reward.on_error`` (docs/rewards.md). RewardLost and ConfigError end the run. ``infrastructure``: True, or exception
     types of outside failures, two of which are ``reward_unavailable``. ``transcript``: True asks for it."""
 
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]: ...
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
+        """The outcome of one episode."""
 
 
 class GroupRewardSource(Protocol):
@@ -149,7 +164,8 @@ class GroupRewardSource(Protocol):
 
     def score_group(
         self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]
-    ) -> Sequence[Outcome] | Awaitable[Sequence[Outcome]]: ...
+    ) -> Sequence[Outcome] | Awaitable[Sequence[Outcome]]:
+        """One outcome for each trajectory."""
 
 
 Box = tuple[float, float, float, float]

@@ -177,6 +177,7 @@ class Turn:
 
     @property
     def sampled(self) -> bool:
+        """Whether the policy wrote this turn."""
         return self.logprobs is not None
 
 
@@ -230,10 +231,12 @@ class Trajectory:
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
+        """The images of all turns, in their order."""
         return tuple(image for turn in self.turns for image in turn.images)
 
     @property
     def sampled_turns(self) -> tuple[Turn, ...]:
+        """The turns that the policy wrote."""
         return tuple(turn for turn in self.turns if turn.sampled)
 
     @property

@@ -47,6 +47,8 @@ SEEN = 60.0
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A complete checkpoint on disk."""
+
     folder: Path
     step: int
     lineage: int
@@ -55,6 +57,7 @@ class Checkpoint:
 
     @property
     def trainer(self) -> str:
+        """The folder of the trainer's files."""
         return str(self.folder / TRAINER)
 
     @property

@@ -46,6 +46,8 @@ from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportS
 
 
 class DataSettings(SettingsModel):
+    """The tasks: training rows, held-out rows, their reader and order."""
+
     train: LocalPath
     """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
     eval: LocalPath | None = None
@@ -65,6 +67,8 @@ class DataSettings(SettingsModel):
 
 
 class SamplingSettings(SettingsModel):
+    """How the policy samples a turn."""
+
     temperature: float = Field(1.0, gt=0, le=2)
     """The policy's temperature, in sampling and training (2 is vLLM's limit). Lower it only when answers fall apart."""
     max_tokens: int = Field(64, gt=0)
@@ -75,6 +79,7 @@ class SamplingSettings(SettingsModel):
     """A turn ends when its text contains one of these, and keeps it. For tool calls that end with a tag."""
 
     def sampling(self, *, greedy: bool = False) -> Sampling:
+        """The same for an engine; ``greedy``: at temperature 0."""
         return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)
 
 
@@ -102,6 +107,8 @@ ENGINE = ("generate", "leave", "pause", "resume", "load", "health")
 
 
 class RolloutSettings(RoleSettings):
+    """The actors that generate."""
+
     engine: Annotated[GenerationSettings, Role("engine", ENGINE)] = TransformersEngineSettings()
     """What generates: [engines](engines.md). One of your own: [engine](bring_your_own/engine.md)."""
     sampling: SamplingSettings = SamplingSettings()
@@ -111,6 +118,8 @@ class RolloutSettings(RoleSettings):
 
 
 class EnvironmentSettings(RoleSettings):
+    """The actors that play episodes."""
+
     episode: EpisodeSettings = EpisodeSettings()
     kinds: Annotated[dict[str, EnvironmentKind], ENVIRONMENT] = {}
     """``{name: {use: module:Class, with: {...}, isolation: thread}}``: several kinds of environment in one run. A row names its
@@ -128,6 +137,8 @@ class EnvironmentSettings(RoleSettings):
 
 
 class RewardPool(RewardSettings, RoleSettings):
+    """The actors that score trajectories."""
+
     placement: Placement = Placement(num_cpus=0.5)
 
 
@@ -137,6 +148,8 @@ class ReferenceSettings(RoleSettings):
 
 
 class PolicySettings(SettingsModel):
+    """The actors that train: one for each FSDP rank."""
+
     ranks: int = Field(1, ge=1)
     """FSDP world size: one actor per rank. Raise it for more GPUs: memory per rank falls, and steps get faster."""
     engine: FsdpSettings = FsdpSettings()
@@ -149,6 +162,8 @@ class PolicySettings(SettingsModel):
 
 
 class AlgorithmSettings(SettingsModel):
+    """GRPO: groups, advantages, filters, replay, staleness (arXiv:2402.03300)."""
+
     group_size: int = Field(8, ge=1)
     """Trajectories per task that share a baseline. Raise it when the baseline is noisy; the cost is proportional."""
     groups_per_step: int = Field(8, ge=1)
@@ -160,6 +175,7 @@ class AlgorithmSettings(SettingsModel):
 
     @property
     def target(self) -> int:
+        """Trajectories of a step."""
         return self.group_size * self.groups_per_step
 
     @property
@@ -169,6 +185,8 @@ class AlgorithmSettings(SettingsModel):
 
 
 class WeightSyncSettings(SettingsModel):
+    """How weights reach the engines, and what is checked at the start."""
+
     transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = ObjectStoreTransport()
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over synced weights. Raise it for large models over slow networks."""

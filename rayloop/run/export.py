@@ -26,6 +26,7 @@ def export(source: Path, out: Path, dtype: str) -> int:
 
 
 def is_model(folder: Path) -> bool:
+    """Whether the folder holds a model in transformers' format."""
     return (folder / "config.json").is_file()
 
 

@@ -164,6 +164,7 @@ class RolloutDump:
         self.images = path / "images"
 
     def file(self, step: int) -> Path:
+        """The file of a step's rollouts."""
         return self.path / f"step_{step:06d}.jsonl"
 
     def files(self) -> dict[int, Path]:

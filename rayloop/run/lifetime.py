@@ -18,6 +18,8 @@ COMPILED = 1200.0
 
 
 class CheckpointSettings(SettingsModel):
+    """When checkpoints are written, kept and restored."""
+
     every: int = Field(10, ge=1)
     """Steps between checkpoints; the last is always saved. Lower it where machines may be lost, raise it when saving is slow."""
     asynchronous: bool = False
@@ -52,6 +54,8 @@ def _solved(text: str) -> str:
 
 
 class EvaluationSettings(SettingsModel):
+    """The evaluation on held-out rows during the run."""
+
     every: int = Field(0, ge=0)
     """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
     limit: int | None = Field(None, gt=0)
@@ -78,12 +82,16 @@ class EvaluationSettings(SettingsModel):
 
 
 class ReportSettings(SettingsModel):
+    """What report.html draws."""
+
     boxes: Component | None = None
     """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images, for
     example ``{use: "rayloop.recipes.arc_vision.boxes:GroundingBoxes"}``."""
 
 
 class RecoverySettings(SettingsModel):
+    """How often, and within what time, actors are replaced."""
+
     replacements: int = Field(12, ge=0)
     """Times an hour that one actor may be replaced; the policy group is rebuilt half as often, a driver restarted a sixth as often.
     Raise it on machines that are taken away often; 0 to see why an actor died."""
@@ -130,6 +138,8 @@ def with_time_to_compile(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PreemptionSettings(SettingsModel):
+    """What happens after SIGTERM or SIGINT."""
+
     grace: float = Field(120.0, gt=0)
     """Seconds after SIGTERM or SIGINT within which the run must be saved; an update under way is finished first. Below what
     the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""

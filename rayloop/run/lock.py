@@ -47,6 +47,7 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Holder:
+        """The process that calls."""
         return cls(os.getpid(), socket.gethostname(), _boot_id(), psutil.Process().create_time())
 
     def gone(self, silence: float) -> bool:

@@ -27,9 +27,11 @@ from rayloop.run.records.jsonl import JsonLines
 class Reports(Protocol):
     """Receives the events of a run, and the rows that are quarantined (rayloop/run/reporter.py)."""
 
-    def event(self, event: Event) -> None: ...
+    def event(self, event: Event) -> None:
+        """Record an event."""
 
-    def bad_row(self, failure: DataFailure) -> None: ...
+    def bad_row(self, failure: DataFailure) -> None:
+        """Record a row that is quarantined."""
 
 
 def training_rows(config: RunConfig, reporter: Reports) -> Dataset:
@@ -64,7 +66,8 @@ def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
 class Order(Protocol):
     """Says of each row of ``data.train`` when its turn is. Rows of a tier come in the order that they would have without."""
 
-    def tier(self, task: Task) -> int: ...
+    def tier(self, task: Task) -> int:
+        """The row's tier; lower ones come first."""
 
 
 class BySolveRate:
@@ -96,6 +99,7 @@ class BySolveRate:
         self._settings = settings
 
     def tier(self, task: Task) -> int:
+        """0 for rows within the range, 1 for unknown ones, 2 for all others."""
         if (rate := self._rates.get(task.id)) is None:
             return 1
         return 0 if self._settings.low <= rate <= self._settings.high else 2

@@ -33,6 +33,7 @@ class Updates:
         self.total = 0
 
     def append(self, update: tuple[str, dict[str, Any]]) -> None:
+        """Keep an update, in place of the oldest when full."""
         self._newest.append(update)
         self.total += 1
 
@@ -214,6 +215,7 @@ class Reporter:
         return {} if self._lengths.value is None else {"rollout/trained_length_ratio": self._lengths.value}
 
     def rollouts(self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]) -> None:
+        """Write the sampled rollouts of a step."""
         self._write("rollouts", lambda: self.folder.rollouts.write(step, records, images))
 
     def close(self, step: int, ledger: Mapping[str, int]) -> dict[str, Any]:

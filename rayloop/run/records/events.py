@@ -53,6 +53,7 @@ class EventLog:
         return self._lines.since(offset)
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
 

@@ -21,6 +21,7 @@ class Metric:
 
     @property
     def labels(self) -> tuple[str, ...]:
+        """The names of its labels: ``source`` of ``val/<source>/reward/mean``."""
         return tuple(_PART.findall(self.name))
 
 
