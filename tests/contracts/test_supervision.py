@@ -316,7 +316,7 @@ CASES = [
         counts={},
         events={"episode_failed": 12, "probe_failed": 4},
         tries=2,
-        why="none of 4 tasks could be played for the log-prob check probe: reset rais",
+        why="none of 4 tasks could be played for the ",
         step=0,
     ),
     case(
@@ -337,7 +337,7 @@ CASES = [
         events={"episode_failed": 4, "probe_failed": 4},
         quarantined=("train-0", "train-1", "train-2", "train-3"),
         tries=1,
-        why="none of 4 tasks could be played for the log-prob check probe: cannot ide",
+        why="none of 4 tasks could be played for the ",
         step=0,
     ),
     case(
