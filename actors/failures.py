@@ -54,7 +54,7 @@ ACTIONS: Mapping[type[BaseException], tuple[FailureAction, str]] = MappingProxyT
         exceptions.ObjectFetchTimedOutError: (EXCLUDE, "no copy could be fetched in time"),
         exceptions.ObjectReconstructionFailedError: (EXCLUDE, "no copy is left, and what made it does not run twice"),
         exceptions.ObjectFreedError: (EXCLUDE, "it was freed"),
-        exceptions.OwnerDiedError: (EXCLUDE, "who owned it died"),
+        exceptions.OwnerDiedError: (EXCLUDE, "its owner died"),
         exceptions.ReferenceCountingAssertionError: (EXCLUDE, "Ray has let it go already"),
         exceptions.PlasmaObjectNotAvailable: (EXCLUDE, "it is not in the object store"),
         exceptions.LocalRayletDiedError: (END, "the driver's own node is going"),

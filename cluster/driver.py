@@ -30,8 +30,8 @@ from rayloop.core.groups import Group
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters import build_filters
+from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.finished import without
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.checkpoint import NOTHING, Checkpoint, Origin

@@ -31,10 +31,10 @@ from rayloop.engines.training.scorer import Scorer, score
 from rayloop.envs.episode import summarize
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.batch import TrainSample
-from rayloop.grpo.filtering import apply_filters, enough, select
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.minibatches import mini_batches
+from rayloop.grpo.selection import apply_filters, enough, select
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, LossSettings, UpdateSettings
 from rayloop.grpo.staleness import AcceptanceRate
 from rayloop.recipes.arc_vision.data import GroundingRows

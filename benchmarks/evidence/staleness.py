@@ -29,8 +29,8 @@ from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, RolloutRequest, Summary, Version, derive
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters import build_filters
+from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.manager import RolloutManager
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows

@@ -159,7 +159,7 @@ class EpisodeRunner:
                 shared = answer.lost and len(episodes) > 1
                 self._decide(episode, result, answer, shared, bad_data or self._bad_data)
             else:
-                for lease, former in episode.doubted:  # found bad the data of a task that another actor played
+                for lease, former in episode.doubted:  # another actor played the task that these could not read
                     if former.of_actor:  # the pool counts the misses of engines
                         self.calls.environment_failed(episode.request, lease, former)
                 episode.played, episode.over = result, True

@@ -79,7 +79,7 @@ class PolicyGroup:
         await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
 
     async def afford(self, lost: PolicyLost) -> None:
-        """Wait until half of ``recovery.replacements`` allows to replace the ranks. Raises ``lost`` when that takes too long."""
+        """Wait for a unit of the ranks' budget (half of ``recovery.replacements``). Raises ``lost`` when that takes too long."""
         now = asyncio.get_running_loop().time
         if (wait := self._budget.wait(now())) > self.recovery.start_timeout:
             raise lost

@@ -107,7 +107,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The trajectories of one task that share a baseline; ``issue`` orders all. ``mean`` and unbiased ``std``: the baseline's."""
+    """Trajectories of one task that share a baseline, ordered by ``number``. ``mean`` and unbiased ``std``: the baseline's."""
 
     number: int
     task: Task

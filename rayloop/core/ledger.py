@@ -73,12 +73,6 @@ class Ledger:
         """The state of a live id; None when it was never issued or is final."""
         return self._live.get(id)
 
-    def attempt(self, id: TrajectoryId) -> None:
-        """Count a re-issue of an episode (same id, next attempt). Raises LedgerError when it is not in flight."""
-        if self._live.get(id) != TrajectoryState.IN_FLIGHT:
-            raise LedgerError(f"trajectory {id} cannot be attempted again: it is not in flight")
-        self._attempts += 1
-
     def replay(self) -> None:
         """Count a stored trajectory that was injected into a group; it has no state of its own here."""
         self._replayed += 1

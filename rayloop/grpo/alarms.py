@@ -18,7 +18,7 @@ from rayloop.core.groups import Member, Scored, TrajectoryState, Unscored, Unsco
 from rayloop.core.types import TrajectoryId
 from rayloop.grpo.collapse import LENGTH, Alarm, Collapse, CollapseSettings, Limit
 
-DRIFT = "actor/old_behaviour_mean/lag_0"
+DRIFT = "actor/logprob_mismatch_mean/lag_0"
 """Mean |trainer's log-prob - engine's| of samples of the present weights: asynchrony does not change it."""
 
 WINDOW = 512

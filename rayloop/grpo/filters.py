@@ -108,6 +108,16 @@ class KeepEndReasons(MemberFilter):
         return member.summary.end_reason in self.keep
 
 
+class Overlong(MemberFilter):
+    """Keep trajectories none of whose turns was cut at a limit of tokens (overlong filtering of DAPO, arXiv:2503.14476)."""
+
+    kind: Literal["overlong"] = "overlong"
+
+    def keeps(self, member: Member) -> bool:
+        """True when every sampled turn ended by itself."""
+        return not member.summary.cut
+
+
 class PositiveNegativeAdvantage(MemberFilter):
     """Drop right answers (reward > 0) whose advantage is negative."""
 
@@ -164,6 +174,7 @@ FilterSettings = Annotated[
     | Annotated[ImagesConsistent, Tag("images_consistent")]
     | Annotated[MaxLength, Tag("max_length")]
     | Annotated[KeepEndReasons, Tag("end_reason")]
+    | Annotated[Overlong, Tag("overlong")]
     | Annotated[PositiveNegativeAdvantage, Tag("positive_negative_advantage")]
     | Annotated[Component, Tag(OWN)],
     by_kind(""),

@@ -75,8 +75,8 @@ class LossMetrics:
 
         ``ratio_max``; ``clip_low``, ``clip_high``, ``clip_dual``, ``capped``: fractions of tokens;
         ``effective_sample_size``: (sum w)^2 / (n * sum w^2) in (0, 1] with w = exp(old - behaviour), uncapped;
-        ``old_behaviour_mean``, ``old_behaviour_max``: log-prob mismatch |old - behaviour| in nats; ``old_behaviour_k3``; mean
-        and k3 also by version lag, ``.../lag_<i>``; ``kl`` (k3 to the reference) and ``entropy``, in nats, when computed.
+        ``logprob_mismatch_mean``, ``logprob_mismatch_max``: |old - behaviour| in nats; ``logprob_mismatch_k3``; mean and k3
+        also by version lag, ``.../lag_<i>``; ``kl`` (k3 to the reference) and ``entropy``, in nats, when computed.
         """
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
@@ -87,14 +87,14 @@ class LossMetrics:
         values |= {
             "ratio_max": maxima["ratio"],
             "effective_sample_size": sums["weight"] ** 2 / (n * sums["weight_squared"]),
-            "old_behaviour_mean": sums["mismatch"] / n,
-            "old_behaviour_max": maxima["mismatch"],
-            "old_behaviour_k3": sums["mismatch_k3"] / n,
+            "logprob_mismatch_mean": sums["mismatch"] / n,
+            "logprob_mismatch_max": maxima["mismatch"],
+            "logprob_mismatch_k3": sums["mismatch_k3"] / n,
         }
         for i in range(LAG_BUCKETS):
             if tokens := sums[f"lag_tokens_{i}"]:
-                values[f"old_behaviour_k3/lag_{i}"] = sums[f"lag_k3_{i}"] / tokens
-                values[f"old_behaviour_mean/lag_{i}"] = sums[f"lag_mismatch_{i}"] / tokens
+                values[f"logprob_mismatch_k3/lag_{i}"] = sums[f"lag_k3_{i}"] / tokens
+                values[f"logprob_mismatch_mean/lag_{i}"] = sums[f"lag_mismatch_{i}"] / tokens
         for name in ("kl", "entropy"):
             if tokens := sums[f"{name}_tokens"]:
                 values[name] = sums[name] / tokens

@@ -142,8 +142,8 @@ class LossSettings(SettingsModel):
     """A bonus for entropy. 0 unless entropy collapses while rewards are still poor; then small (0.001 to 0.02)."""
     correction: Literal["decoupled", "bypass", "none"] = "decoupled"
     """How the gap between the sampling engine and the trainer is corrected (section 2). decoupled: also right with stale
-    trajectories and several updates per step, so keep it; bypass: the engine's log-probs are the old ones, which saves a forward
-    pass; none: only when engine and trainer agree to rounding, and as a control."""
+    trajectories and several updates per step, so keep it; bypass: the engine's log-probs are the old ones; none: only when engine
+    and trainer agree to rounding, and as a control."""
     correction_cap: ClassVar[float] = 2.0
     """Upper bound of the decoupled per-token weight exp(old - behaviour): twice the weight of a token that did not drift."""
 

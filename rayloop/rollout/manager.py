@@ -14,7 +14,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.alarms import Alarms
-from rayloop.grpo.filtering import enough
+from rayloop.grpo.selection import enough
 from rayloop.rollout.finished import FinishedGroups, Quarantine, ReadyGroups
 from rayloop.rollout.plain import Own
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout, GroupScheduler, Player

@@ -163,7 +163,7 @@ class SftProgress:
     def line(self, step: int) -> str:
         """The behaviour log-probs of an answer are 0, so |old - behaviour| is its loss per token."""
         now = time.monotonic()
-        loss = mean(report["actor/old_behaviour_mean"] for report in self._reports)
+        loss = mean(report["actor/logprob_mismatch_mean"] for report in self._reports)
         report, rate = self._reports[-1], self.rows / (now - self._last)
         self._last, self.rows, self._reports = now, 0, []
         return (

@@ -55,7 +55,7 @@ CHARTS = (
     ("Loss", "actor/loss"),
     ("Gradient norm", "actor/grad_norm"),
     ("KL to the reference (nats/token)", "actor/kl"),
-    ("Gap of engine and trainer (nats)", "actor/old_behaviour_mean", "actor/old_behaviour_k3"),
+    ("Gap of engine and trainer (nats)", "actor/logprob_mismatch_mean", "actor/logprob_mismatch_k3"),
     ("Largest ratio", "actor/ratio_max"),
     ("Share of clipped tokens", "actor/clip_*", "actor/capped"),
     ("Effective sample size", "actor/effective_sample_size"),

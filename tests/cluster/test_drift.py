@@ -17,7 +17,7 @@ from rayloop.run.records.step_metrics import Collected
 from tests.support.drivers import made_driver
 from tests.support.runs import settings
 
-OLD = {"actor/old_behaviour_mean/lag_1": 0.0}
+OLD = {"actor/logprob_mismatch_mean/lag_1": 0.0}
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from rayloop.core.types import EndReason, RolloutRequest, Summary, Trajectory, T
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters import build_filters
+from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.manager import Hold, RolloutManager
 from rayloop.rollout.scheduler import GroupRequest, GroupRollout
 from rayloop.run.config import RunConfig

@@ -137,7 +137,7 @@ def test_a_line_of_progress_is_the_mean_since_the_line_before() -> None:
     progress = SftProgress(spent=100.0)
     for losses in ((1.0, 3.0), (5.0,)):
         for loss in losses:
-            progress.add({"actor/old_behaviour_mean": loss, "actor/grad_norm": 0.5, "actor/lr": 1e-3}, rows=4)
+            progress.add({"actor/logprob_mismatch_mean": loss, "actor/grad_norm": 0.5, "actor/lr": 1e-3}, rows=4)
         line = progress.line(7)
         assert f"loss {sum(losses) / len(losses):.4f}" in line
         assert "step 7  100 s" in line

@@ -39,7 +39,7 @@ def trained(config: dict[str, Any]) -> Run:
 
 def lags(record: dict[str, Any]) -> set[int]:
     """The version lags of the tokens that a step trained on."""
-    prefix = "actor/old_behaviour_k3/lag_"
+    prefix = "actor/logprob_mismatch_k3/lag_"
     return {int(name.removeprefix(prefix)) for name in record if name.startswith(prefix)}
 
 
@@ -47,7 +47,7 @@ def on_policy(made: Run, tolerance: float = 1e-3) -> None:
     """With one update per step on fresh samples nothing is there to clip or to correct."""
     for record in made.metrics:
         assert record["actor/ratio_max"] == pytest.approx(1.0, abs=1e-6)
-        assert record["actor/old_behaviour_mean"] < tolerance
+        assert record["actor/logprob_mismatch_mean"] < tolerance
         assert lags(record) == {0}
 
 
@@ -146,7 +146,7 @@ def test_two_epochs_of_two_mini_batches(tmp_path: Path, digits_model: Path) -> N
         assert record["actor/updates"] == 4
         assert record["actor/sequences"] == 2 * record["rollout/trained"] == 16
         assert record["actor/ratio_max"] > 1.0001
-        assert record["actor/old_behaviour_mean"] < 1e-3
+        assert record["actor/logprob_mismatch_mean"] < 1e-3
 
 
 @pytest.mark.slow_faults

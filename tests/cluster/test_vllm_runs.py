@@ -55,7 +55,7 @@ def healthy(made: Run, groups: set[str]) -> None:
     tests = made.named("self_test")
     assert {test["group"] for test in tests} == groups
     assert all(test["follows"] < 1e-4 < 1e-3 < test["moved"] for test in tests), tests
-    assert all(record["actor/old_behaviour_mean"] < 1e-4 for record in made.metrics)
+    assert all(record["actor/logprob_mismatch_mean"] < 1e-4 for record in made.metrics)
     ledger_closes(made.named("finished")[0]["ledger"])
 
 
@@ -111,7 +111,7 @@ def test_killed_engines_are_replaced_before_any_traffic_and_leave_nothing(tmp_pa
         made.process.send_signal(signal.SIGTERM)
         made.ends(75, deadline=END)
     assert len(made.named("worker_lost", role="rollout")) == 2
-    assert all(record["actor/old_behaviour_mean"] < 1e-4 for record in made.metrics), "each was on the current weights"
+    assert all(record["actor/logprob_mismatch_mean"] < 1e-4 for record in made.metrics), "each was on the current weights"
 
 
 def alive(*processes: psutil.Process) -> list[psutil.Process]:

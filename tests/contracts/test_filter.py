@@ -19,8 +19,8 @@ from rayloop.core.failures import ConfigError, FilterBroken
 from rayloop.core.groups import Group, TrajectoryState
 from rayloop.core.types import EndReason
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.filtering import apply_filters
 from rayloop.grpo.filters import EqualRewards, Filter, FilterSettings, KeepEndReasons, MaxLength, build_filters
+from rayloop.grpo.selection import apply_filters
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings
 from tests.support.pages import write_snippets
 from tests.unit.groups import make_group
@@ -53,6 +53,7 @@ def groups(draw: st.DrawFn) -> Group:
             turns=draw(st.integers(1, 3)),
             observation_images=draw(st.integers(0, 1)),
             images_consistent=draw(st.booleans()),
+            cut=draw(st.booleans()),
             end_reason=draw(st.sampled_from(list(EndReason))),
         )
         group = group.map({i: replace(member, summary=summary)})
@@ -114,7 +115,13 @@ def test_the_order_decides_the_reason_and_nothing_else(group: Group, chosen: lis
 
 def test_each_shipped_filter_refuses_something() -> None:
     """A filter that never does anything would pass all of the above."""
-    worst = {"length": 200_000, "observation_images": 0, "images_consistent": False, "end_reason": EndReason.OVER_LENGTH}
+    worst = {
+        "length": 200_000,
+        "observation_images": 0,
+        "images_consistent": False,
+        "cut": True,
+        "end_reason": EndReason.OVER_LENGTH,
+    }
     cases = [make_group(0, [1.0, 1.0], **worst), make_group(0, [1.0, 0.25, 0.0], **worst)]
     ready = [with_advantages(group, AdvantageSettings()) for group in cases]
     idle = [type(f).__name__ for f in DEFAULTS if not any(f.refused(group) for group in ready)]

@@ -109,8 +109,8 @@ def test_old_logprobs_are_those_before_the_first_update(tiny_vlm: Path) -> None:
     assert once["actor/ratio_max"] == 1.0
     assert twice["actor/ratio_max"] > 1.001
     assert twice["actor/updates"] == 2
-    assert twice["actor/old_behaviour_mean"] == pytest.approx(once["actor/old_behaviour_mean"], rel=1e-5)
-    assert twice["actor/old_behaviour_max"] == pytest.approx(once["actor/old_behaviour_max"], rel=1e-5)
+    assert twice["actor/logprob_mismatch_mean"] == pytest.approx(once["actor/logprob_mismatch_mean"], rel=1e-5)
+    assert twice["actor/logprob_mismatch_max"] == pytest.approx(once["actor/logprob_mismatch_max"], rel=1e-5)
 
 
 def test_advantage_zero_is_skipped_but_counted(tiny_vlm: Path) -> None:

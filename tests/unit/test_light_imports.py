@@ -12,7 +12,7 @@ LIGHT = [
     "rayloop.core.types",
     "rayloop.grpo.settings",
     "rayloop.grpo.advantage",
-    "rayloop.grpo.filtering",
+    "rayloop.grpo.selection",
     "rayloop.grpo.replay",
     "rayloop.grpo.staleness",
     "rayloop.grpo.minibatches",

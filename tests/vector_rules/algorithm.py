@@ -14,7 +14,6 @@ import torch
 from rayloop.core.groups import Group, Scored
 from rayloop.core.types import EndReason, Task, TrajectoryId
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.filtering import apply_filters, select
 from rayloop.grpo.filters import (
     EqualRewards,
     Filter,
@@ -26,6 +25,7 @@ from rayloop.grpo.filters import (
 )
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.replay import ReplayBuffer, ReplayRules
+from rayloop.grpo.selection import apply_filters, select
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, LossSettings, ReplaySettings
 from tests.unit.groups import make_group, make_member
 from tests.vector_rules.advantages import NUMBER, blocks_of, group_advantage, number

@@ -30,7 +30,7 @@ _PART = re.compile(r"<(\w+)>")
 METRICS = tuple(
     Metric(*row)
     for row in (
-        ("step", "1", "Optimizer steps finished; the first is 1."),
+        ("step", "1", "The step, from 1."),
         # What the policy earned, over the trajectories that were finished for the step, before any filter
         ("reward/mean", "reward", "Mean reward of the scored trajectories finished for the step, before any filter."),
         ("reward/std", "reward", "Standard deviation of the same rewards."),
@@ -74,11 +74,15 @@ METRICS = tuple(
         ("actor/clip_dual", "fraction", "Tokens bounded by the dual clip."),
         ("actor/capped", "fraction", "Tokens whose correction weight reached its cap."),
         ("actor/effective_sample_size", "fraction", "(sum w)^2 / (n sum w^2) of uncapped weights; 1 is on-policy."),
-        ("actor/old_behaviour_mean", "nats", "Mean |log-prob| difference of trainer and sampling engine."),
-        ("actor/old_behaviour_max", "nats", "Largest such difference."),
-        ("actor/old_behaviour_k3", "nats/token", "k3 estimate of KL between sampling engine and trainer."),
-        ("actor/old_behaviour_mean/lag_<lag>", "nats", "The mean difference by version lag (3: or more); alarms look at lag_0."),
-        ("actor/old_behaviour_k3/lag_<lag>", "nats/token", "The same by version lag (3: or more)."),
+        ("actor/logprob_mismatch_mean", "nats", "Mean log-prob mismatch: the absolute difference of trainer and sampling engine."),
+        ("actor/logprob_mismatch_max", "nats", "Largest log-prob mismatch."),
+        ("actor/logprob_mismatch_k3", "nats/token", "k3 estimate of KL between sampling engine and trainer."),
+        (
+            "actor/logprob_mismatch_mean/lag_<lag>",
+            "nats",
+            "The mean by version lag (3: or more); the alarm `logprobs` looks at lag_0.",
+        ),
+        ("actor/logprob_mismatch_k3/lag_<lag>", "nats/token", "The same by version lag (3: or more)."),
         # Generation
         ("rollout/groups", "groups", "Groups finished for the step."),
         ("rollout/trajectories", "trajectories", "Trajectories finished for the step."),
@@ -129,7 +133,7 @@ METRICS = tuple(
         ("timing_s/step", "s", "The whole step: the sum of its parts."),
         ("timing_s/gen", "s", "Waiting for the step's groups."),
         ("timing_s/update_actor", "s", "The trainer's step, fetching included."),
-        ("timing_s/update_weights", "s", "Weight update of the weights to all engines."),
+        ("timing_s/update_weights", "s", "The weight sync to all engines."),
         ("timing_s/logprob_check", "s", "Playing and comparing fresh episodes, in the steps that do so (docs/algorithm.md, 10)."),
         ("timing_s/testing", "s", "Evaluation on held-out tasks."),
         ("timing_s/save_checkpoint", "s", "Saving, of the previous step's checkpoint."),

@@ -1,4 +1,4 @@
-"""Every failure has a action: all of Ray's classes, what they wrap, and torch's."""
+"""Every failure has an action: all of Ray's classes, what they wrap, and torch's."""
 
 from __future__ import annotations
 

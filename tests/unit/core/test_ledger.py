@@ -34,7 +34,6 @@ def test_counts_by_state_and_reason() -> None:
         ledger.move(id, READY)
     ledger.move(TrajectoryId(0, 0), TRAINED)
     ledger.move(TrajectoryId(0, 1), Status(TrajectoryState.FILTERED, "all_wrong"))
-    ledger.attempt(TrajectoryId(0, 3))
     ledger.replay()
     ledger.check()
     assert ledger.counts() == {
@@ -43,7 +42,7 @@ def test_counts_by_state_and_reason() -> None:
         "ready": 1,
         "trained": 1,
         "filtered[all_wrong]": 1,
-        "attempts": 1,
+        "attempts": 0,
         "replayed": 1,
     }
 
@@ -59,8 +58,6 @@ def test_illegal_moves_are_refused_and_change_nothing() -> None:
             ledger.move(id, status)
     with pytest.raises(LedgerError, match="issued before"):
         ledger.issue([second])
-    with pytest.raises(LedgerError, match="not in flight"):
-        ledger.attempt(first)
     with pytest.raises(LedgerError):
         ledger.issue([TrajectoryId(1, 0), TrajectoryId(1, 0)])
     assert ledger.state() == before

@@ -173,7 +173,6 @@ def full(made: RolloutManager) -> None:
     made.ledger.issue([TrajectoryId(group, sample) for group in (3, 7) for sample in range(4)])
     for sample in range(4):
         made.ledger.move(TrajectoryId(7, sample), Status(TrajectoryState.READY))
-    made.ledger.attempt(TrajectoryId(3, 0))
     made.ledger.move(TrajectoryId(7, 0), Status(TrajectoryState.STALE))
     made.ledger.replay()
     for _ in range(30):  # a second epoch

@@ -180,14 +180,14 @@ def test_drift_is_emitted_after_some_steps_once_until_it_is_well() -> None:
 def test_samples_of_older_weights_are_no_drift() -> None:
     watch = Watched()
     for _ in range(5):
-        watch.alarms.step({"actor/old_behaviour_mean": 0.5, "actor/old_behaviour_mean/lag_1": 0.5})
+        watch.alarms.step({"actor/logprob_mismatch_mean": 0.5, "actor/logprob_mismatch_mean/lag_1": 0.5})
     assert watch.emitted == []
 
 
 def test_without_samples_of_the_present_weights_others_are_asked_for() -> None:
     watch, unseen = Watched(logprobs={"stop": 0.5}), []
     for _ in range(2 * UNSEEN):
-        watch.alarms.step({"actor/old_behaviour_mean/lag_1": 0.5})
+        watch.alarms.step({"actor/logprob_mismatch_mean/lag_1": 0.5})
         unseen.append(watch.alarms.unseen)
         if watch.alarms.unseen:
             watch.alarms.compared(5.0 if len(unseen) > UNSEEN else None)

@@ -90,7 +90,7 @@ def test_replayed_tokens_treated_as_on_policy_have_weight_one(correction: str) -
     on_policy = torch.tensor([True, False])
     result = policy_loss(old.clone(), old, behaviour, torch.ones(2), settings, on_policy=on_policy)
     assert result.loss[0].item() == -1.0
-    assert result.metrics.finalize()["old_behaviour_max"] == 0.0
+    assert result.metrics.finalize()["logprob_mismatch_max"] == 0.0
 
 
 def test_constants_get_no_gradient() -> None:
@@ -192,7 +192,7 @@ def test_metrics_of_parts_merge_to_the_metrics_of_the_whole() -> None:
 
     merged = LossMetrics.zero().merge(metrics(slice(0, 7))).merge(metrics(slice(7, 40))).finalize()
     assert merged == pytest.approx(metrics(slice(None)).finalize())
-    assert set(merged) >= {"old_behaviour_k3/lag_0", "old_behaviour_k3/lag_3", "entropy"}
+    assert set(merged) >= {"logprob_mismatch_k3/lag_0", "logprob_mismatch_k3/lag_3", "entropy"}
     assert "kl" not in merged
 
 
@@ -205,11 +205,11 @@ def test_metrics_by_hand() -> None:
     assert values["ratio_max"] == pytest.approx(4.0)
     assert (values["clip_low"], values["clip_high"], values["clip_dual"], values["capped"]) == (0.25, 0.25, 0.25, 0.25)
     assert values["effective_sample_size"] == pytest.approx(7**2 / (4 * 19))
-    assert values["old_behaviour_mean"] == pytest.approx(math.log(4) / 4)
-    assert values["old_behaviour_mean/lag_0"] == pytest.approx(math.log(4) / 2)
-    assert values["old_behaviour_mean/lag_1"] == pytest.approx(0)
-    assert values["old_behaviour_max"] == pytest.approx(math.log(4))
-    assert values["old_behaviour_k3"] == pytest.approx((4 - math.log(4) - 1) / 4)
+    assert values["logprob_mismatch_mean"] == pytest.approx(math.log(4) / 4)
+    assert values["logprob_mismatch_mean/lag_0"] == pytest.approx(math.log(4) / 2)
+    assert values["logprob_mismatch_mean/lag_1"] == pytest.approx(0)
+    assert values["logprob_mismatch_max"] == pytest.approx(math.log(4))
+    assert values["logprob_mismatch_k3"] == pytest.approx((4 - math.log(4) - 1) / 4)
 
 
 def test_no_tokens_give_no_metrics_and_broken_ones_stay_finite() -> None:

@@ -48,7 +48,7 @@ def test_unknown_names_are_found_and_families_allowed() -> None:
         ("reward/geo3k/easy/mean", "rayloop_reward_mean", {"source": "geo3k/easy"}),
         ("reward/component/iou/mean", "rayloop_reward_component_mean", {"name": "iou"}),
         ("ledger/filtered[all_wrong]", "rayloop_ledger", {"state": "filtered[all_wrong]"}),
-        ("actor/old_behaviour_k3/lag_2", "rayloop_actor_old_behaviour_k3_lag", {"lag": "2"}),
+        ("actor/logprob_mismatch_k3/lag_2", "rayloop_actor_logprob_mismatch_k3_lag", {"lag": "2"}),
         ("val/reward/mean", "rayloop_val_reward_mean", {"source": ""}),
         ("val/digits/reward/mean", "rayloop_val_reward_mean", {"source": "digits"}),
         ("val/iou/mean", "rayloop_val_mean", {"component": "iou"}),

@@ -63,7 +63,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         for step in (1, 2, 3):
             record = {
                 "step": step, "reward/mean": 0.2 * step, "actor/loss": None if step == 2 else 0.1, "actor/kl": 0.01 * step,
-                "actor/old_behaviour_k3": 1e-12 * step, "rollout/turns/mean": 1.0,
+                "actor/logprob_mismatch_k3": 1e-12 * step, "rollout/turns/mean": 1.0,
             }  # fmt: skip
             run.metrics.append(record)
         run.metrics.append({"step": 3, "filtered/all_wrong": 2.0})
@@ -112,7 +112,7 @@ def test_the_content_is_what_the_run_recorded(folder: RunFolder) -> None:
     assert (greedy["start"], greedy["low"], greedy["high"]) == (0.1, [(0, 0.0), (3, 0.5)], [(0, 0.2), (3, 0.7)])
     titles = {line["name"]: chart["title"] for chart in data["charts"] for line in chart["lines"]}
     assert titles["actor/kl"] == "KL to the reference (nats/token)"
-    assert "KL" not in titles["actor/old_behaviour_k3"]
+    assert "KL" not in titles["actor/logprob_mismatch_k3"]
     assert lines["val/reward/mean"] == [(0, 0.1), (3, 0.6)]
     assert lines["actor/loss"] == [(1, 0.1), (2, None), (3, 0.1)]
     assert dict(lines["filtered/all_wrong"]) == {1: 0.0, 2: 0.0, 3: 2.0}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from rayloop.core.failures import GenerationBudgetSpent
 from rayloop.core.groups import Group, Status, TrajectoryState, Unscored, UnscoredKind
@@ -50,11 +51,15 @@ def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, 
 
 
 def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
-    if settings.ranking == "fifo":
-        return 0.0, group.number
-    if group.std is None:
-        raise ValueError(f"group {group.number} has no std: advantages come before ranking")
-    return -group.std, group.number
+    match settings.ranking:
+        case "fifo":
+            return 0.0, group.number
+        case "std":
+            if group.std is None:
+                raise ValueError(f"group {group.number} has no std: advantages come before ranking")
+            return -group.std, group.number
+        case unknown:
+            assert_never(unknown)
 
 
 def enough(

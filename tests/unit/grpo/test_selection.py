@@ -13,8 +13,8 @@ from rayloop.core.failures import GenerationBudgetSpent
 from rayloop.core.groups import Group, Status, TrajectoryState
 from rayloop.core.types import EndReason, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.filtering import apply_filters, enough, select
 from rayloop.grpo.filters import EqualRewards, ImagesConsistent, KeepEndReasons, MaxLength, PositiveNegativeAdvantage, ToolImage
+from rayloop.grpo.selection import apply_filters, enough, select
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings
 from tests.unit.groups import make_group
 
