@@ -64,7 +64,7 @@ class Reporter:
         self._left_out = Counter[str]()
         self._longest = {"save": 0.0, "update": 0.0}
         """Seconds of the longest checkpoint and update of this process, which a stop may have to wait for."""
-        self._told_grace = False
+        self._warned_of_grace = False
         shown = config.model_dump(mode="json", by_alias=True)
         self.loggers = Loggers(
             (PrometheusSettings(), *config.loggers),
@@ -84,8 +84,8 @@ class Reporter:
         """Report once that a stop now would come too late: an update under way ends first, and then there is a step to save."""
         self._longest[what] = max(self._longest[what], seconds)
         grace, needed = self.config.preemption.grace, sum(self._longest.values())
-        if self._longest["save"] and needed > grace and not self._told_grace:
-            self._told_grace = True
+        if self._longest["save"] and needed > grace and not self._warned_of_grace:
+            self._warned_of_grace = True
             self.event(incidents.GraceTooShort(round(needed, 1), grace))
 
     def _watch(self, file: str, trouble: OSError | None) -> None:

@@ -20,7 +20,7 @@ async def settle() -> None:
 
 
 class Crowd:
-    """Episodes that stay inside until told to go."""
+    """Episodes that stay inside until they may go."""
 
     def __init__(self, admission: ConcurrencyLimit) -> None:
         self.admission, self.order = admission, list[int]()

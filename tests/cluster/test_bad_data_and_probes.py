@@ -127,8 +127,8 @@ def test_a_task_that_hangs_costs_the_proof_at_the_start_its_own_attempts(
     assert made.plays["train-0"] == 3
     assert made.plays.keys() == {f"train-{i}" for i in range(1 + probes)}  # those on a replaced actor begin again
     assert made.plays[f"train-{probes}"] == 1, "the one that is asked in its place"
-    [told] = made.named("probe_failed")
-    assert (told["task"], told["why"]) == ("train-0", "reset gave no answer")
+    [reported] = made.named("probe_failed")
+    assert (reported["task"], reported["why"]) == ("train-0", "reset gave no answer")
 
 
 def test_a_task_that_failed_one_probe_is_not_tried_in_the_next(world: Make) -> None:

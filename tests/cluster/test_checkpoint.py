@@ -198,20 +198,20 @@ def test_a_full_disk_names_the_bytes_and_leaves_the_previous_checkpoint(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (CheckpointError("rank 1 could not write"), r"rank 1 could not write.*\(4,000 were written\)"),
         (AttributeError("no engine yet"), "no engine yet"),
     ],
 )
-def test_a_failing_trainer_leaves_nothing_half_done(tmp_path: Path, error: Exception, told: str) -> None:
+def test_a_failing_trainer_leaves_nothing_half_done(tmp_path: Path, error: Exception, reported: str) -> None:
     store = CheckpointStore(tmp_path, keep=2)
 
     async def fail(folder: str) -> None:
         await write_weights(folder, 1)
         raise error
 
-    with pytest.raises(type(error), match=told):
+    with pytest.raises(type(error), match=reported):
         asyncio.run(store.save(1, {}, fail))
     assert list(tmp_path.iterdir()) == []
 
@@ -247,7 +247,7 @@ def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(tmp_pa
 
 
 @pytest.mark.parametrize("resume", ["auto", "named"])
-def test_an_end_is_told_where_nothing_can_be_looked_up(tmp_path: Path, request: pytest.FixtureRequest, resume: str) -> None:
+def test_an_end_is_reported_where_nothing_can_be_looked_up(tmp_path: Path, request: pytest.FixtureRequest, resume: str) -> None:
     save(CheckpointStore(tmp_path, keep=2), 1)
     origin = Origin.of(tmp_path, str(tmp_path / "step_000001") if resume == "named" else resume)
     request.getfixturevalue("away")
@@ -282,12 +282,12 @@ def test_a_restore_that_the_storage_refuses_is_tried_again_and_one_of_damage_is_
 
 
 @pytest.mark.parametrize("broken", ["removing an old one", "naming the latest"])
-def test_what_fails_after_a_checkpoint_is_complete_is_told_and_costs_no_save(
+def test_what_fails_after_a_checkpoint_is_complete_is_reported_and_costs_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """As on NFS, where a folder cannot be removed while a file of it is open elsewhere. The other of the two is done."""
-    told: list[str] = []
-    store = CheckpointStore(tmp_path, keep=1, warn=told.append)
+    reported: list[str] = []
+    store = CheckpointStore(tmp_path, keep=1, warn=reported.append)
     save(store, 1)
     remove, write = shutil.rmtree, checkpoint.write_whole
 
@@ -307,7 +307,7 @@ def test_what_fails_after_a_checkpoint_is_complete_is_told_and_costs_no_save(
         monkeypatch.setattr(checkpoint, "write_whole", write_but_latest)
     save(store, 2)
     assert steps(store) == [2]
-    [why] = told
+    [why] = reported
     assert "step_000002 is complete, but " in why
     assert ("Directory not empty" in why) == (broken == "removing an old one")
     assert (tmp_path / "latest").read_text(encoding="utf-8") == (
@@ -316,11 +316,11 @@ def test_what_fails_after_a_checkpoint_is_complete_is_told_and_costs_no_save(
     monkeypatch.undo()
     save(store, 3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000003"]
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "named"])
-def test_a_start_continues_from_what_it_was_told_until_it_has_saved_itself(tmp_path: Path, resume: str) -> None:
+def test_a_start_continues_from_what_it_was_given_until_it_has_saved_itself(tmp_path: Path, resume: str) -> None:
     store = CheckpointStore(tmp_path, keep=4)
     store.next_lineage()
     save(store, 1)

@@ -400,7 +400,7 @@ def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
     assert "broken driver" in only(machine.gpus(0, None, {}, ("sh", "-c", "echo broken driver; exit 9"))).found
 
 
-def test_the_sandbox_is_told_with_the_reason_for_not_having_more() -> None:
+def test_the_sandbox_is_reported_with_the_reason_for_not_having_more() -> None:
     full = Reached(Level.NAMESPACES, {}, tuple(ATTACKS))
     assert only(software.sandbox(lambda: full)) == Finding("ok", "level: namespaces (11 of 11 attacks held)")
     less = Reached(Level.FILTERED, {Level.NAMESPACES: "userns refused: EPERM"}, tuple(ATTACKS))
@@ -425,7 +425,7 @@ def test_a_browser_is_held_in_or_it_is_said_why_not() -> None:
         assert remedy in found.remedy
 
 
-def test_desktops_are_told_with_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_desktops_are_reported_with_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     for program, lacks, refused, level, remedy in (
         ("no-such-server", "apt-get install xvfb", "", "ok", ""),
         ("sh", "apt-get install openbox", "", "warning", "apt-get install openbox"),

@@ -116,14 +116,14 @@ def test_a_quarantine_of_before_is_cleared_by_one_setting(tmp_path: Path, clear:
     after = driver(every=1, resume=str(before.checkpoints.find("auto").folder) if clear else "auto")
     asyncio.run(after.restore())
     found = after.rollouts.scheduler.quarantined
-    told = [record["tasks"] for _, record in after.reporter.updates if record.get("event") == "quarantine_cleared"]
+    reported = [record["tasks"] for _, record in after.reporter.updates if record.get("event") == "quarantine_cleared"]
     if not clear:
-        assert (len(found), told) == (24, [])
+        assert (len(found), reported) == (24, [])
         with pytest.raises(ConfigError, match=r"checkpoint\.resume="):
             after.rollouts.scheduler.probe_tasks()
         return
     assert (found, after.history.groups_failed) == (set(), {})
-    assert [len(tasks) for tasks in told] == [24]
+    assert [len(tasks) for tasks in reported] == [24]
     bad = after.rollouts.dataset[3]
     after.rollouts.quarantine(bad, "", "it is broken")
     save(after, 2)

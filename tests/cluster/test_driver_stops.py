@@ -1,7 +1,7 @@
 """A stop of the driver: what is then on disk is what training produced, or nothing, and the exit code says which.
 
 Driver, publisher, policy group, rank, engine and checkpoints are the real ones, the rank behind a local handle: what was asked
-of it is done, in order, whoever stopped waiting for it. Probes and their comparison, which need engines, are made up.
+of it is done, in order, also when nobody waits for it any more. Probes and their comparison, which need engines, are made up.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def test_a_stop_while_the_actors_start_saves_nothing(
 
 
 @pytest.mark.parametrize(("whose", "saves"), [("run", False), ("other", False), ("run", True)])
-def test_a_lost_policy_does_not_make_the_run_forget_where_it_was_told_to_begin(
+def test_a_lost_policy_does_not_make_the_run_forget_where_it_was_asked_to_begin(
     stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whose: str, saves: bool
 ) -> None:
     """A rank dies before, or after, the first save of a run that was rewound to step 1."""
@@ -454,8 +454,8 @@ def test_a_role_that_is_exhausted_costs_no_steps_while_the_policy_lives(
     assert found is not None
     assert found.step == step
     assert raised.value.__notes__[0].endswith(f"run again to continue from step {step} (step_00000{step})")
-    told = list(driver.reporter.updates)[-1][1]
-    assert (told["event"], told["error"]) == ("failed", "RolesExhausted")
+    reported = list(driver.reporter.updates)[-1][1]
+    assert (reported["event"], reported["error"]) == ("failed", "RolesExhausted")
 
 
 def test_a_rank_that_is_lost_at_the_start_costs_a_restart(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

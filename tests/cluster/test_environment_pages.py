@@ -72,10 +72,10 @@ def test_the_environment_does_what_its_page_says(folder: Path) -> None:
 def test_the_rows_of_each_configuration_can_be_tried(folder: Path, digits_model: Path, name: str, row: str) -> None:
     rows = folder / f"{name}.jsonl"
     assert not rows.exists() or len(rows.read_text(encoding="utf-8").splitlines()) == 2
-    told = command(folder, "try", f"{name}.yaml", "--row", row, f"model.path={digits_model}")
-    assert "2 of 2 answers have a reward" in told
+    reported = command(folder, "try", f"{name}.yaml", "--row", row, f"model.path={digits_model}")
+    assert "2 of 2 answers have a reward" in reported
     silent = "the chat template shows none of the tools: convert (docs/bring_your_own/tool.md)"
-    assert (silent in told) == (name == "rates")
+    assert (silent in reported) == (name == "rates")
 
 
 def test_the_template_of_the_page_shows_the_tools(folder: Path, digits_model: Path) -> None:
@@ -84,10 +84,10 @@ def test_the_template_of_the_page_shows_the_tools(folder: Path, digits_model: Pa
     template.write_text(
         (folder / "tools.jinja").read_text(encoding="utf-8") + template.read_text(encoding="utf-8"), encoding="utf-8"
     )
-    told = command(folder, "try", "rates.yaml", "model.path=model")
-    assert '"function": {"name": "convert"' in told
-    assert "the chat template shows none" not in told
-    assert "2 of 2 answers have a reward" in told
+    reported = command(folder, "try", "rates.yaml", "model.path=model")
+    assert '"function": {"name": "convert"' in reported
+    assert "the chat template shows none" not in reported
+    assert "2 of 2 answers have a reward" in reported
 
 
 @pytest.mark.parametrize(

@@ -72,8 +72,8 @@ def test_a_member_that_failed_is_played_again_alone(world: Make) -> None:
     made.run(steps=2)
     assert sorted(calls(made)) == [*[EIGHT] * 4, [3]]
     assert made.ledger.counts()["trained"] == 32
-    [told] = made.named("episode_failed")
-    assert told["trajectory"].endswith("/3")
+    [reported] = made.named("episode_failed")
+    assert reported["trajectory"].endswith("/3")
 
 
 def test_bad_data_that_one_member_meets_is_looked_at_elsewhere_by_that_member(world: Make) -> None:

@@ -114,7 +114,7 @@ TASKS = [Task(name, ()) for name in "abc"]
 
 
 class Player:
-    """Plays nothing, and tells what was scored together."""
+    """Plays nothing, and records what was scored together."""
 
     def __init__(self) -> None:
         self.together: list[list[str]] = []

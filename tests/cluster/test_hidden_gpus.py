@@ -19,7 +19,7 @@ class Looking(Actor):
 
 @pytest.fixture(scope="module")
 def _two_gpus() -> Iterator[None]:
-    """Ray is told of GPUs that are not there; workers inherit the variable, as on a machine whose user chose the GPUs."""
+    """Ray is given GPUs that are not there; workers inherit the variable, as on a machine whose user chose the GPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")

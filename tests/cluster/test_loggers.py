@@ -121,7 +121,7 @@ def test_a_logger_that_blocks_is_dropped_and_delays_nobody(where: str) -> None:
     assert watched.good.steps == [1, *range(1, last + 1)]
 
 
-def test_a_close_that_blocks_or_fails_is_told() -> None:
+def test_a_close_that_blocks_or_fails_is_reported() -> None:
     released = threading.Event()
 
     class Slow(Kept):

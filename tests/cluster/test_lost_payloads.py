@@ -121,7 +121,7 @@ def ids(groups: Any) -> set[TrajectoryId]:
 # What Ray says ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_object_is_told_from_a_lost_worker() -> None:
+def test_a_lost_object_is_distinguished_from_a_lost_worker() -> None:
     holder, other = Holder.remote(), Holder.remote()
     [gone] = ray.get(holder.put.remote("gone"))
     there = ray.put("there")

@@ -98,7 +98,7 @@ def test_folders_of_killed_processes_are_removed_and_others_kept(tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == [f"{PREFIX}alive"]
 
 
-def test_evaluating_on_the_training_file_is_told_whatever_it_is_called(tmp_path: Path) -> None:
+def test_evaluating_on_the_training_file_is_reported_whatever_it_is_called(tmp_path: Path) -> None:
     rows, link, other = tmp_path / "rows.jsonl", tmp_path / "link.jsonl", tmp_path / "other.jsonl"
     link.symlink_to(rows)
     other.touch()
@@ -112,7 +112,7 @@ def test_evaluating_on_the_training_file_is_told_whatever_it_is_called(tmp_path:
     assert said(other) == said(rows, every=0) == ""
 
 
-def test_rows_that_are_named_and_never_evaluated_are_told(tmp_path: Path) -> None:
+def test_rows_that_are_named_and_never_evaluated_are_reported(tmp_path: Path) -> None:
     def said(every: int, **data: str) -> str:
         rows = {"train": str(tmp_path / "rows.jsonl"), **data}
         return never_evaluated(config(tmp_path, data=rows, evaluation={"every": every}))

@@ -1,4 +1,4 @@
-"""The ``train`` process when drivers die: what the next one is told, and how a SIGTERM between two of them ends. Ray is made up."""
+"""The ``train`` process when drivers die: what the next one gets, and how a SIGTERM between two of them ends. Ray is made up."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ class Stage:
         self.ask, self.killed, self.death = ask, 0, death
         self.config = RunConfig.model_validate(settings(folder, folder, recovery={"replacements": 30}))
         self.folder = RunFolder(self.config.output, self.config.name)
-        self.lives, self.stop, self.told = lives, stop, list[tuple[Any, ...]]()
+        self.lives, self.stop, self.reported = lives, stop, list[tuple[Any, ...]]()
 
     def create(self, actor: type, options: Any, config: Any, path: str, resume: str, hashes: Any, since: int, fence: Fence) -> Any:
-        self.told.append((resume, since))
+        self.reported.append((resume, since))
         assert fence is self.folder.lock.fence, "it must notice when the run is taken from this process"
         return SimpleNamespace(stop=SimpleNamespace(remote=lambda: None))
 
     def follow(self, *_: Any) -> dict[str, Any]:
-        if len(self.told) > len(self.lives):
+        if len(self.reported) > len(self.lives):
             return {}
-        self.lives[len(self.told) - 1](self.folder)
+        self.lives[len(self.reported) - 1](self.folder)
         raise self.death("it died") if self.death is not RayActorError else RayActorError
 
     def kill(self, driver: Any) -> None:
         self.killed += 1
 
     def note(self, text: str) -> None:
-        if len(self.told) == self.stop:
+        if len(self.reported) == self.stop:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def run(self, monkeypatch: pytest.MonkeyPatch, resume: str = "auto") -> RayloopError | None:
@@ -114,12 +114,12 @@ def test_a_stop_after_a_lost_driver_is_75_only_when_all_it_did_is_saved(
         raise end or AssertionError("it ended well")
 
 
-def test_every_driver_is_told_what_the_first_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_driver_gets_what_the_first_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So one that follows before anything is saved begins where the first did (``Origin``), not with what was rewound."""
     stage = Stage(tmp_path, [lives(1, saves=1), lives(2), lives(2, saves=2)])
     CheckpointStore(stage.folder.checkpoints, keep=3).next_lineage()
     assert stage.run(monkeypatch, "somewhere") is None
-    assert stage.told == [("somewhere", 1)] * 4
+    assert stage.reported == [("somewhere", 1)] * 4
 
 
 @pytest.mark.parametrize("death", [RayActorError, OutOfMemoryError, GetTimeoutError])
@@ -128,14 +128,14 @@ def test_a_driver_that_is_lost_in_any_way_is_replaced(
 ) -> None:
     stage = Stage(tmp_path, [lives(1, saves=1), lives(2)], death=death)
     assert stage.run(monkeypatch) is None
-    assert len(stage.told) == 3
+    assert len(stage.reported) == 3
 
 
 def test_a_driver_that_no_other_can_replace_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(tmp_path, [lives(1)], death=LocalRayletDiedError)
     with pytest.raises(LocalRayletDiedError):
         stage.run(monkeypatch)
-    assert len(stage.told) == 1
+    assert len(stage.reported) == 1
 
 
 @pytest.mark.parametrize("death", [RayActorError(), OutOfMemoryError("ended by the memory monitor")])
@@ -158,7 +158,9 @@ def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(monkeypatch: 
     assert train._follow(driver, quiet, 9.0, train._never, quiet, folder, quiet) == {"main": "ended"}
 
 
-def test_a_driver_that_answers_nothing_is_told_soon_and_given_up_at_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def get(call: str, timeout: float) -> Any:
         time.sleep(0.1)
         raise GetTimeoutError
@@ -174,7 +176,7 @@ def test_a_driver_that_answers_nothing_is_told_soon_and_given_up_at_last(tmp_pat
         train._follow(quiet, quiet, 1.0, train._never, quiet, folder, quiet)
     first, *others = list(folder.events)
     assert (first["event"], first["seconds"] < 0.6) == ("driver_silent", True)
-    assert len(others) < 3, "each is told when it has been silent for twice as long"
+    assert len(others) < 3, "each is reported after twice that silence"
     assert notes[0].startswith("the driver has not answered for 0 s; it is given up in 1 s")
 
 
@@ -189,11 +191,11 @@ def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_
         raise stage.run(monkeypatch) or AssertionError("it ended well")
     assert end.value.exit_code == AGAIN
     assert end.value.__notes__ == ["run again to continue from step 2 (step_000002)"]
-    assert (len(stage.told), stage.killed) == (1, 0), "the head is who would start one, and kill one"
+    assert (len(stage.reported), stage.killed) == (1, 0), "the head is who would start one, and kill one"
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (OSError(5, "Input/output error"), ["MachineFailed"]),
         (StorageFailed("config.yaml cannot be used"), ["StorageFailed"]),
@@ -202,7 +204,7 @@ def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_
     ],
 )
 def test_an_end_before_ray_starts_is_typed_and_an_event(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, told: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reported: list[str]
 ) -> None:
     """But a start that is refused because of its checkpoint writes nothing."""
 
@@ -214,7 +216,7 @@ def test_an_end_before_ray_starts_is_typed_and_an_event(
     with pytest.raises(RayloopError):
         train.train(config, None, None)
     found = RunFolder(config.output, config.name).events
-    assert [(record["event"], record["error"]) for record in found] == [("failed", name) for name in told]
+    assert [(record["event"], record["error"]) for record in found] == [("failed", name) for name in reported]
 
 
 @pytest.mark.parametrize(("code", "says"), [(1, "second signal; run again to continue"), (15, "to begin anew")])

@@ -131,16 +131,18 @@ def test_a_reward_that_raises_is_shown_with_its_traceback(try_it: Try) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"reward__source": {"use": f"{__name__}:Unmade"}}, "Unmade could not be made:"),
         ({"reward__source": {"use": "math:pi"}}, "math:pi"),
     ],
 )
-def test_a_reward_that_cannot_be_made_is_told_before_the_model_is_loaded(try_it: Try, changes: dict[str, Any], told: str) -> None:
+def test_a_reward_that_cannot_be_made_is_reported_before_the_model_is_loaded(
+    try_it: Try, changes: dict[str, Any], reported: str
+) -> None:
     code, text = try_it(**changes)
     assert code in (1, 2), text
-    assert told in text
+    assert reported in text
     assert "loaded in" not in text
 
 
@@ -161,7 +163,7 @@ def test_an_environment_that_cannot_be_closed_is_named_before_the_model_is_loade
     assert "loaded in" not in text
 
 
-def test_rows_of_which_none_can_be_used_are_told_with_the_first_reason(try_it: Try, tmp_path: Path) -> None:
+def test_rows_of_which_none_can_be_used_are_reported_with_the_first_reason(try_it: Try, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"inquiry": "b"}\n', encoding="utf-8")
     code, text = try_it(data={"train": str(tmp_path / "rows.jsonl")})
     assert code == 2, text

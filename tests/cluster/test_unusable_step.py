@@ -41,8 +41,8 @@ class RolloutManager:
     finished = SimpleNamespace(groups=[1, 2, 3, 4, 5, 6])
 
     def __init__(self) -> None:
-        self.told: list[Event] = []
-        self.alarms = Alarms(AlarmSettings(), 1e-3, "my:Reward", self.told.append)
+        self.reported: list[Event] = []
+        self.alarms = Alarms(AlarmSettings(), 1e-3, "my:Reward", self.reported.append)
 
     async def collect(self, *_: Any) -> Any:
         raise GenerationBudgetSpent("0 of 8 trajectories survived.")
@@ -67,7 +67,7 @@ class Broken(RolloutManager):
         raise GraderBroken("raised on each of the 4 trajectories.")
 
 
-def test_a_broken_grader_is_told_with_an_answer_that_broke_it(tmp_path: Path) -> None:
+def test_a_broken_grader_is_reported_with_an_answer_that_broke_it(tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=4))
     driver = made_driver(config, tmp_path)
@@ -122,8 +122,8 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
     driver.services = SimpleNamespace(pools=[])  # type: ignore[assignment]
     for entropy in [2.2] * STEPS + [1.5, 1.0, 0.5, 0.2, 0.05]:
         rollouts.alarms.recorded({ENTROPY: entropy})
-    assert not rollouts.told, "its mean of five steps is a third of the first"
+    assert not rollouts.reported, "its mean of five steps is a third of the first"
     with pytest.raises(GenerationBudgetSpent, match=r"entropy is 0\.65 nats .* was 2\.2 at first.* learning rate is"):
         asyncio.run(driver.collect())
-    assert [type(event).__name__ for event in rollouts.told] == ["Alarm"]
+    assert [type(event).__name__ for event in rollouts.reported] == ["Alarm"]
     assert played == [step] * evaluations

@@ -96,7 +96,6 @@ def vllm_metrics(made: Run) -> str:
 def test_killed_engines_are_replaced_before_any_traffic_and_leave_nothing(tmp_path: Path, digits_model: Path) -> None:
     """First vLLM's engine process alone, then the actor. No health check runs: the calls that fail must notice."""
     config = text(tmp_path, digits_model, steps=40, rollout__sampling={"max_tokens": 200, "min_tokens": 200})
-    config["weight_sync"]["self_test"] = False
     with run(config) as made:
         for number in (1, 2):
             step = made.metrics[-1]["step"] if made.metrics else 0

@@ -60,17 +60,17 @@ def test_a_stall_is_reported_with_what_is_awaited_and_the_stacks(tmp_path: Path)
     assert not WAITS.open
 
 
-def test_an_awaited_actor_that_answers_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_awaited_actor_that_answers_nothing_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that works for long answers beside that; one that is only being made has nothing to answer with."""
     for name in ("LATE", "ROUND", "ANSWER"):
         monkeypatch.setattr(watchdog, name, 0.2)
-    told: list[dict[str, Any]] = []
+    reported: list[dict[str, Any]] = []
 
     class Stopped:
         host = SimpleNamespace(remote=lambda: asyncio.sleep(60))
 
     async def run() -> None:
-        listening = asyncio.create_task(watchdog.watch_liveness(lambda event: told.append(event.record())))
+        listening = asyncio.create_task(watchdog.watch_liveness(lambda event: reported.append(event.record())))
         awaited = (
             ("episodes 1/0@0 of task a on environment 0", LocalActor(Silent()), False),
             ("health of rollout 1", Stopped(), False),
@@ -83,11 +83,11 @@ def test_an_awaited_actor_that_answers_nothing_is_told_once(monkeypatch: pytest.
         listening.cancel()
 
     asyncio.run(run())
-    assert {(e["event"], e["actor"], e["awaited"]) for e in told} == {
+    assert {(e["event"], e["actor"], e["awaited"]) for e in reported} == {
         ("silent", "rollout 1", "health of rollout 1"),
         ("silent", "policy rank 0", "train of policy rank 0"),
     }
-    assert len(told) == 2
+    assert len(reported) == 2
 
 
 def test_a_disk_that_refuses_the_stacks_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

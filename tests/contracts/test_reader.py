@@ -163,7 +163,7 @@ def test_a_row_is_left_as_it_is(tmp_path: Path, use: str, rows: list[Row]) -> No
 @each
 @pytest.mark.parametrize("value", [None, "", 3, [], {}, ["x", None], {"a": 1}, "absent"], ids=repr)
 def test_a_bad_row_is_left_out_by_file_and_line(tmp_path: Path, use: str, rows: list[Row], value: Any) -> None:
-    """Whatever stands in one column, the other rows are read, and who is told knows where to look."""
+    """Whatever stands in one column, the other rows are read, and the message says where to look."""
     for column in rows[0]:
         spoilt = {name: kept for name, kept in rows[0].items() if name != column}
         if value != "absent":

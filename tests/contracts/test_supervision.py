@@ -27,7 +27,7 @@ REPLACED = {"worker_lost": 1, "worker_replaced": 1}
 SHARED = {"episode_failed": 4, **REPLACED}
 """An actor ended, and with it the group that it played."""
 REBUILT = {"policy_lost": 1, "policy_rebuilt": 1}
-TOLD = (
+COMPARED = (
     "episode_failed", "worker_lost", "worker_replaced", "replacement_failed", "node_lost", "node_avoided", "policy_lost",
     "policy_rebuilt", "payload_lost", "weights_lost", "checkpoint_failed", "checkpoint_damaged", "unscored", "probe_failed",
     "silent", "preempted",
@@ -992,7 +992,7 @@ def test_a_failure_has_one_outcome(case: Case, tmp_path: Path, monkeypatch: pyte
     assert case.why in ended.why
     final = {name: n for name, n in ended.counts.items() if name not in ("issued", "in_flight", "ready", "attempts", "replayed")}
     assert final == case.counts
-    assert {kind: ended.kinds[kind] for kind in TOLD if ended.kinds[kind]} == case.events
+    assert {kind: ended.kinds[kind] for kind in COMPARED if ended.kinds[kind]} == case.events
     assert ended.quarantined == set(case.quarantined)
     assert max((episode.attempt for episode in ended.episodes), default=0) == case.tries
     assert case.step in (None, ended.step)

@@ -1,4 +1,4 @@
-"""Checkpoints of real trainers whose files change after they were written: each is found, told by name, and walked back from."""
+"""Checkpoints of real trainers whose files change after they were written: each is found and named."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class Restored:
     """What became of a start from ``folder``."""
 
     def __init__(self, folder: Path, resume: str = "auto") -> None:
-        self.told: list[Event] = []
+        self.reported: list[Event] = []
         self.held: dict[str, torch.Tensor] = {}
-        self.checkpoint = asyncio.run(Origin.of(folder, resume).restore(self._take, self.told.append))
+        self.checkpoint = asyncio.run(Origin.of(folder, resume).restore(self._take, self.reported.append))
 
     async def _take(self, found: Checkpoint) -> None:
         self.held = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
@@ -58,7 +58,7 @@ class Restored:
 
     @property
     def damaged(self) -> CheckpointDamaged:
-        [event] = self.told
+        [event] = self.reported
         assert isinstance(event, CheckpointDamaged)
         return event
 
@@ -103,7 +103,7 @@ def test_every_flipped_page_is_found_and_walked_back_from(tmp_path: Path, flips:
         assert (start.damaged.checkpoint, start.damaged.file) == ("step_000002", file.name if file.parent.name else str(file))
         assert [c.step for c in CheckpointStore(folder, keep=2).newest_first()] == [1], "it counts no longer"
         assert (folder / "step_000002.damaged").is_dir()
-        assert Restored(folder).told == []
+        assert Restored(folder).reported == []
         shutil.rmtree(folder)
 
 
@@ -167,5 +167,5 @@ def test_a_checkpoint_from_before_there_were_sums_loads(tmp_path: Path) -> None:
     assert found is not None
     assert found.sums == {}
     start = Restored(tmp_path)
-    assert (start.checkpoint, start.told) == (found, [])
+    assert (start.checkpoint, start.reported) == (found, [])
     assert all(torch.equal(start.held[name], tensor) for name, tensor in tensors(1).items())

@@ -99,7 +99,7 @@ def engine(
 ) -> Iterator[FsdpEngine]:
     """An engine that leaves its process group at the end. Several ranks meet at the file ``meeting``, which none made.
 
-    A file, since a port that is free when the ranks are told may be taken when they meet.
+    A file, since a port that is free when the ranks get it may be taken when they meet.
     """
     made = FsdpEngine(
         ModelSettings(path=str(folder)),

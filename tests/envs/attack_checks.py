@@ -47,7 +47,7 @@ def said(target: Interpreter, code: str, seconds: float) -> tuple[CodeResult | N
 
 @contextlib.contextmanager
 def growing() -> Iterator[Callable[[], int]]:
-    """Yields what tells by how many MiB this process was larger than now, at most, until the end."""
+    """Yields a function of how many MiB this process was larger than now, at most, until the end."""
     stop, most, before = threading.Event(), [0], _resident()
 
     def watch() -> None:

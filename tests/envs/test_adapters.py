@@ -58,7 +58,7 @@ def toy(**changes: Any) -> Gymnasium:
     return Gymnasium(GymSettings(id="FrozenLake-v1", image="none", describe=f"{__name__}:describe", **changes))
 
 
-def test_texts_are_actions_and_a_text_that_is_none_is_told_why() -> None:
+def test_texts_are_actions_and_a_text_that_is_none_gets_a_reason() -> None:
     made = toy(options={"is_slippery": False})
     first = made.reset(TASK)
     assert first.messages[-1].parts == ("at 0",)

@@ -19,7 +19,7 @@ THROUGH = {
     Level.FILTERED: {
         "stat of a file",
         "readlink of a link elsewhere",
-        "stat of what /proc tells of processes",
+        "stat of what /proc shows of processes",
         "the machine's name, memory, load",
     },
     Level.NAMESPACES: set(),

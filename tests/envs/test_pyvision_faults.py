@@ -66,9 +66,9 @@ def test_a_run_outlives_its_interpreters(rows: Path, tmp_path: Path) -> None:
     assert [record["step"] for record in folder.metrics] == list(range(1, 7))
     counts = next(event["ledger"] for event in events if event["event"] == "finished")
     ledger_closes(counts)
-    told = ("the sandbox failed", "the environment actor was lost")  # the latter by the first: three tasks failed on it
-    assert all(any(why in event["why"] for why in told) for event in failures(folder))
-    assert any(told[0] in event["why"] for event in failures(folder))
+    reported = ("the sandbox failed", "the environment actor was lost")  # the latter by the first: three tasks failed on it
+    assert all(any(why in event["why"] for why in reported) for event in failures(folder))
+    assert any(reported[0] in event["why"] for event in failures(folder))
     for file in folder.rollouts.files().values():
         for line in file.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)

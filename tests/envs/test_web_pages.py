@@ -122,7 +122,7 @@ def test_what_a_page_does_late_is_waited_for(folder: Path) -> None:
         assert environment.step(CLICK).done
 
 
-def test_a_check_that_comes_true_ends_the_episode_unless_told_otherwise(folder: Path) -> None:
+def test_a_check_that_comes_true_ends_the_episode_unless_settings_differ(folder: Path) -> None:
     with visiting(folder, "good.html", stop=False) as (environment, _):
         assert not environment.step(CLICK).done
         assert environment.step("Action: finished(content='x')").done

@@ -1,4 +1,4 @@
-"""A run that is told to stop at an awkward moment, and one in which an actor hangs."""
+"""A run that is stopped at an awkward moment, and one in which an actor hangs."""
 
 from __future__ import annotations
 
@@ -109,11 +109,11 @@ def test_a_stop_while_the_policy_is_replaced_names_the_step_that_is_left(tmp_pat
         made.process.send_signal(signal.SIGTERM)
         made.ends(1, deadline=30)
     step = made.named("checkpoint")[-1]["step"]
-    told = re.search(r"NotSaved: stopped at step (\d+) of 400, not saved: the policy was lost", made.text)
-    assert told is not None, made.text
+    said = re.search(r"NotSaved: stopped at step (\d+) of 400, not saved: the policy was lost", made.text)
+    assert said is not None, made.text
     recorded = made.metrics[-1]["step"]
-    assert int(told[1]) in (recorded, recorded + 1), "it may have been lost behind an update, before its record"
-    assert int(told[1]) > step, "a step was lost"
+    assert int(said[1]) in (recorded, recorded + 1), "it may have been lost behind an update, before its record"
+    assert int(said[1]) > step, "a step was lost"
     assert f"run again to continue from step {step} (step_{step:06d})" in made.text
     config["steps"] = step + 1
     assert finished(config).named("begin")[-1]["restored"] == f"step_{step:06d}"

@@ -77,7 +77,7 @@ def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: P
 
 
 @pytest.mark.slow_faults
-def test_an_engine_that_stands_still_is_told_and_replaced_and_does_not_wake(
+def test_an_engine_that_stands_still_is_reported_and_replaced_and_does_not_wake(
     tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = settings(

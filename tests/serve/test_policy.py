@@ -75,7 +75,7 @@ ASK: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_an_endpoint_that_is_told_to_end_does_so_without_a_word_of_failure(live: Run, tmp_path: Path) -> None:
+def test_an_endpoint_that_is_asked_to_end_does_so_without_a_word_of_failure(live: Run, tmp_path: Path) -> None:
     """The first one of this module: the others share an endpoint."""
     with endpoint(live, folder=tmp_path) as alone:
         alone.ready()

@@ -84,7 +84,7 @@ class Cluster:
 
 
 def _patient(start: Callable[[], Any]) -> Any:
-    """Ray gives a node 30 s to start and cannot be told otherwise: a busy machine may need more."""
+    """Ray gives a node 30 s to start and has no setting for it: a busy machine may need more."""
     for left in (2, 1, 0):
         try:
             return start()

@@ -47,8 +47,8 @@ class Counter:
                 count += data["by"]
             screen = base64.b64encode(picture(28, 56)).decode()
             observation = {"text": f"the count is {count}", "screen": screen, "grid": [0] * 12, "grid_shape": [2, 2, 3]}
-            told = {"observation": observation, "reward": float(count == 3), "done": count >= 3}
-            socket.send(json.dumps({"type": "observation", "data": told}))
+            reported = {"observation": observation, "reward": float(count == 3), "done": count >= 3}
+            socket.send(json.dumps({"type": "observation", "data": reported}))
 
 
 def error(code: str, message: str) -> str:

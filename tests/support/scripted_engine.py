@@ -1,4 +1,4 @@
-"""An engine that says what a test tells it to, in the renderer's own tokens."""
+"""An engine that says what a test gives it, in the renderer's own tokens."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Engine:
 
 
 class Receiving(RolloutActor):
-    """The rollout actor, whose engine keeps weights, and which can be told to die while it takes the next ones."""
+    """The rollout actor, whose engine keeps weights, and which a test can let die while it takes the next ones."""
 
     def __init__(self, config: RunConfig, folder: str) -> None:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Groups for tests: members from rewards, with summaries that every filter keeps unless told otherwise."""
+"""Groups for tests: members from rewards, with summaries that every filter keeps unless a test says otherwise."""
 
 from __future__ import annotations
 

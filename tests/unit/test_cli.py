@@ -95,7 +95,7 @@ def test_folders_and_modules_of_a_project_may_have_the_names_of_our_folders(tmp_
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, told in (
+    for words, reported in (
         (["--version"], r"^rayloop \S+, ray [\d.]+, torch [\d.]+"),
         (["--help"], r"python -m rayloop try \S+\.yaml"),
         (["slurm", "--help"], "render"),
@@ -103,7 +103,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as end:
             main(words)
         assert end.value.code == 0
-        assert re.search(told, capsys.readouterr().out)
+        assert re.search(reported, capsys.readouterr().out)
 
 
 def test_train_without_a_configuration_asks_for_that_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,8 +128,8 @@ def test_options_leave_the_words_behind_them_alone(words: list[str], positional:
 
 
 def test_a_key_of_a_section_below_is_named_with_its_whole_path() -> None:
-    told = r"algorithm\.max_staleness: unknown key; it is a key of algorithm\.staleness\.max_staleness\."
-    with pytest.raises(ConfigError, match=told):
+    reported = r"algorithm\.max_staleness: unknown key; it is a key of algorithm\.staleness\.max_staleness\."
+    with pytest.raises(ConfigError, match=reported):
         load(QUICKSTART, ["algorithm.max_staleness=1"], RunConfig)
 
 
@@ -172,7 +172,7 @@ def test_a_component_whose_module_imports_ray_finds_rays_variables_set(
     assert "RAY_AUTH_MODE is token" in capsys.readouterr().err
 
 
-def test_a_python_without_the_environment_is_told_to_activate_it() -> None:
+def test_a_python_without_the_environment_says_to_activate_it() -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-m", "rayloop", "try", "run.yaml"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

@@ -62,7 +62,7 @@ def test_a_python_that_is_too_old_is_named(checkout: Checkout) -> None:
     assert checkout.make()[0] == 0
 
 
-def test_a_python_without_venv_is_told_what_to_install(checkout: Checkout) -> None:
+def test_a_python_without_venv_says_what_to_install(checkout: Checkout) -> None:
     shutil.rmtree(checkout.folder / ".venv")
     bare = checkout.script(checkout.folder / "bare", '#!/bin/sh\ntest "$1" = -c\n')
     code, _, said = checkout.make(f"PYTHON={bare}")

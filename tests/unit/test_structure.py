@@ -39,7 +39,7 @@ def example(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_imports_are_told_apart_by_where_they_stand(example: Checkout) -> None:
+def test_imports_are_distinguished_by_where_they_stand(example: Checkout) -> None:
     assert example.tops == ["app", "lib"]
     top, lazy, typing = (example.graph(kind) for kind in KINDS)
     assert top["app.main"] == {"app.store", "app.web.page"}
@@ -56,13 +56,13 @@ def test_cycles_are_found_with_the_imports_that_make_them(example: Checkout) -> 
 
 
 def test_the_tables_count_files_lines_and_names(example: Checkout) -> None:
-    told = list(report(example))
-    assert "| app/ | 5 | 14 |" in told
-    assert "| app/web/ | 2 | 4 |" in told
-    assert "| **all but tests** | 7 | 15 |" in told
-    assert "| tests/ | 2 | 1 |" in told
+    reported = list(report(example))
+    assert "| app/ | 5 | 14 |" in reported
+    assert "| app/web/ | 2 | 4 |" in reported
+    assert "| **all but tests** | 7 | 15 |" in reported
+    assert "| tests/ | 2 | 1 |" in reported
     assert dict(public(example)) == {"app.main.Main": False, "app.main.Main.run": False, "app.store.load": True}
-    assert "| public names without docstring | 2 | of 3 |" in told
+    assert "| public names without docstring | 2 | of 3 |" in reported
 
 
 def test_no_folder_has_more_modules_than_one_can_overlook(here: Checkout) -> None:

@@ -36,7 +36,7 @@ def trajectory_reward(entry: Entry, file: Sequence[Entry]) -> float:
 
 
 def action(entry: Entry, file: Sequence[Entry]) -> Mapping[str, Any]:
-    """Of several calls the first is told."""
+    """Of several calls the first is reported."""
     entry.only("prediction")
     text = entry.need("prediction")
     form = {"format_reward": _scored(1.0, text).components["format"]}
@@ -45,8 +45,8 @@ def action(entry: Entry, file: Sequence[Entry]) -> Mapping[str, Any]:
     except Broken as error:
         return form | {"error": str(error)}
     last_line = first.code.rstrip().rpartition("\n")[2]
-    told = {"action_type": first.name, "inputs": first.inputs, "last_line": last_line, "n_actions": 1 + len(others)}
-    return form | told
+    reported = {"action_type": first.name, "inputs": first.inputs, "last_line": last_line, "n_actions": 1 + len(others)}
+    return form | reported
 
 
 def resize(entry: Entry, file: Sequence[Entry]) -> tuple[int, int]:

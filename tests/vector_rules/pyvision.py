@@ -138,8 +138,8 @@ def execute(entry: Entry, file: Sequence[Entry]) -> Any:
         return {"code_run": (code or "").strip()}
     if sandbox is None and code is None:
         got["info"] = {"error": "NO_CODE_NOR_ANSWER"}
-    told = {key: value for key, value in entry.expected.items() if key in got}
-    return Deviation(got, OWN_WORDS, instead=told)
+    reported = {key: value for key, value in entry.expected.items() if key in got}
+    return Deviation(got, OWN_WORDS, instead=reported)
 
 
 def forbidden(entry: Entry, file: Sequence[Entry]) -> list[bool]:

@@ -227,7 +227,7 @@ def test_a_hung_environment_is_reported_as_such(text_folder: Path, where: str) -
     assert Unscored.of(failure).kind is UnscoredKind.ENVIRONMENT_FAILURE
 
 
-def test_whose_fault_a_failure_was_is_told(text_folder: Path) -> None:
+def test_whose_fault_a_failure_was_is_reported(text_folder: Path) -> None:
     own = failed(run(actor(text_folder, {"use": FAULTY, "with": {"step": {"t1": "raise"}}}), Engine()))
     assert (own.of_actor, own.cause is Cause.HUNG, own.cause is Cause.BUG) == (True, False, True)
     engine = failed(run(actor(text_folder), Engine(raising(ActorDiedError()))))
@@ -340,7 +340,7 @@ def test_a_member_beyond_the_deadline_of_an_episode_does_not_take_the_others_ans
 
 
 class Counted:
-    """Counts what a renderer renders first; waits before, and then raises if it is told to."""
+    """Counts what a renderer renders first; waits before, and then raises if a test asks for it."""
 
     def __init__(self, player: EnvironmentActor, seconds: float = 0.0, error: Exception | None = None) -> None:
         self.count = 0

@@ -38,13 +38,13 @@ def living(pids: list[int]) -> list[int]:
 def test_a_process_ends_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A child, one in a session of its own, one whose parent has gone, and a process that ignores SIGTERM."""
     monkeypatch.setattr(children, "GRACE", 0.3)
-    told = tmp_path / "pids"
-    with subprocess.Popen([sys.executable, "-c", HANGS, str(told)], start_new_session=True) as process:
+    reported = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-c", HANGS, str(reported)], start_new_session=True) as process:
         try:
-            eventually(told.exists, "all are there", 60)
+            eventually(reported.exists, "all are there", 60)
         finally:
             children.end_all(process.pid)
-    pids = [int(pid) for pid in told.read_text(encoding="utf-8").split()]
+    pids = [int(pid) for pid in reported.read_text(encoding="utf-8").split()]
     assert len(pids) == 4
     assert living(pids) == []
 

@@ -1,4 +1,4 @@
-"""However a run ends: 75 only with this very step on disk, else what a resume starts from; typed, told, saved if it can be."""
+"""However a run ends: 75 only with this very step on disk, else what a resume starts from; typed, reported, saved if it can be."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Driving:
     def ends(self, error: Exception) -> RayloopError:
         return asyncio.run(ended(self, copy.copy(error).with_traceback(error.__traceback__)))
 
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         kind, last = list(self.reporter.updates)[-1]
         assert kind == "event"
         return dict(last)
@@ -153,7 +153,7 @@ def test_75_is_true_whatever_fails_while_a_run_stops(config: RunConfig, tmp_path
     assert type(end) is (Preempted if fault == "none" else NotSaved)
     assert end.exit_code == (75 if fault == "none" else 1)
     assert f"run again to continue from step {found.step} ({found.folder.name})" in str(end)
-    assert run.told()["event"] == ("preempted" if fault == "none" else "failed")
+    assert run.reported()["event"] == ("preempted" if fault == "none" else "failed")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -169,8 +169,8 @@ def test_a_run_that_the_machines_end_is_saved_if_it_can_be(config: RunConfig, tm
     [note] = end.__notes__
     assert note.startswith("step 5 is saved" if fault == "none" else "step 5 is not saved: ")
     assert note.endswith(f"run again to continue from step {found.step} ({found.folder.name})")
-    told = run.told()
-    assert [told[key] for key in ("event", "error", "saved")] == ["failed", type(end).__name__, note]
+    reported = run.reported()
+    assert [reported[key] for key in ("event", "error", "saved")] == ["failed", type(end).__name__, note]
 
 
 def classes() -> list[type[RayloopError]]:
@@ -179,7 +179,7 @@ def classes() -> list[type[RayloopError]]:
 
 
 @pytest.mark.parametrize("kind", classes(), ids=lambda kind: kind.__name__)
-def test_every_typed_error_keeps_its_type_and_is_told(config: RunConfig, tmp_path: Path, kind: type[RayloopError]) -> None:
+def test_every_typed_error_keeps_its_type_and_is_reported(config: RunConfig, tmp_path: Path, kind: type[RayloopError]) -> None:
     """Also from within an actor. What cannot be trusted is not saved: the older checkpoint stays the newest."""
     run = Driving(config, tmp_path / "run")
     error = kind.__new__(kind)
@@ -187,7 +187,7 @@ def test_every_typed_error_keeps_its_type_and_is_told(config: RunConfig, tmp_pat
     error.args = ("why",)
     end = asyncio.run(ended(run, exceptions.RayTaskError("method", "trace", error)))
     assert end is error
-    assert run.told()["error"] == kind.__name__
+    assert run.reported()["error"] == kind.__name__
     assert (run.origin.find().step == STEP) == (not issubclass(kind, (*SUSPECT, CheckpointError)))  # type: ignore[union-attr]
 
 
@@ -214,8 +214,8 @@ def test_storage_that_is_away_does_not_replace_the_end_of_a_stop(
     run.stopping.set()
     end = run.ends(Preempted("asked to stop"))
     assert type(end) is NotSaved
-    assert "Stale file handle; run again" in str(end) or "cannot be told now" in str(end)
-    assert run.told()["error"] == "NotSaved"
+    assert "Stale file handle; run again" in str(end) or "cannot be reported now" in str(end)
+    assert run.reported()["error"] == "NotSaved"
 
 
 def test_what_nobody_foresaw_is_typed_saved_and_keeps_its_traceback(config: RunConfig, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_what_nobody_foresaw_is_typed_saved_and_keeps_its_traceback(config: RunC
     assert type(end) is Unforeseen
     assert str(end) == "KeyError: 'lost'"
     assert run.origin.find().step == STEP  # type: ignore[union-attr]
-    assert '{}["lost"]' in run.told()["traceback"]
+    assert '{}["lost"]' in run.reported()["traceback"]
 
 
 @pytest.mark.parametrize("error", [RolesExhausted("no engine"), GenerationBudgetSpent("too few")])

@@ -35,7 +35,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return made
 
 
-def test_a_head_that_is_away_for_45_s_changes_nothing_and_is_told_once(stage: Stage) -> None:
+def test_a_head_that_is_away_for_45_s_changes_nothing_and_is_reported_once(stage: Stage) -> None:
     watch = HeadWatch(stage.notes.append, stage.ask)
     for _ in range(2):
         stage.error, began = ConnectionError("no answer"), stage.now

@@ -1,4 +1,4 @@
-"""A node is the unit of failure: told once, everything on it replaced at once for one unit of a budget; a bad one is avoided."""
+"""A node is the unit of failure: reported once, everything on it replaced at once for one unit of a budget."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def left(pool: Pool[Any]) -> float:
     return sum(budget.left(now) for budget in pool.budget._budgets)
 
 
-def test_a_lost_node_is_told_once_and_costs_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_node_is_reported_once_and_costs_one_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         site = Site(monkeypatch)
         engines, rewards = site.pool("rollout", 3), site.pool("reward", 1)
@@ -126,7 +126,7 @@ def test_a_lost_node_is_told_once_and_costs_one_unit(monkeypatch: pytest.MonkeyP
         assert lost["roles"] == {"rollout": 2, "reward": 1}
         assert lost["workers"] == {"rollout": [1, 2], "reward": [1]}
         assert lost["name"] == "host-a (10.0.0.1)"
-        assert site.named("worker_lost") == [], "the node is told, not each of its actors"
+        assert site.named("worker_lost") == [], "the node is reported, not each of its actors"
         assert sorted(event["node"] for event in site.named("worker_replaced")) == ["host-b (10.0.0.1)"] * 3
         assert left(engines) + left(rewards) == pytest.approx(4 * 2 - 1, abs=0.1)
         watching.cancel()

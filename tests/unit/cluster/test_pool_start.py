@@ -35,29 +35,29 @@ def constructor_raised() -> exceptions.ActorDiedError:
 
 
 def started(monkeypatch: pytest.MonkeyPatch, *failures: Exception) -> tuple[Pool[Any], list[Any]]:
-    """A role of one actor whose starts fail like this, one after the other, and what it told."""
+    """A role of one actor whose starts fail like this, one after the other, and what it reported."""
     monkeypatch.setattr(ray, "kill", lambda handle: None)
-    left, told = list(failures), list[Any]()
+    left, reported = list(failures), list[Any]()
     made: Any = LocalActor(Worker(left))
-    pool = Pool[Any]("tester", 1, lambda slot: made, RecoverySettings(start_timeout=5.0), told.append)
+    pool = Pool[Any]("tester", 1, lambda slot: made, RecoverySettings(start_timeout=5.0), reported.append)
     try:
         asyncio.run(pool.start())
     finally:
-        assert all(isinstance(event, ReplacementFailed) for event in told)
-    return pool, told
+        assert all(isinstance(event, ReplacementFailed) for event in reported)
+    return pool, reported
 
 
 @pytest.mark.parametrize("error", [UNREACHABLE, MEMORY], ids=lambda error: type(error).__name__)
 def test_an_actor_that_is_lost_while_it_starts_is_started_again(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    pool, told = started(monkeypatch, error)
-    assert len(pool.workers) == len(told) == 1
+    pool, reported = started(monkeypatch, error)
+    assert len(pool.workers) == len(reported) == 1
 
 
 @pytest.mark.parametrize("error", [exceptions.RpcError("deadline exceeded", 4), exceptions.RaySystemError(OSError())])
 def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """The head is away: at the start, and when an actor is to be replaced."""
     monkeypatch.setattr(ray, "kill", lambda handle: None)
-    failures, told = [error], list[Any]()
+    failures, reported = [error], list[Any]()
 
     def spawn(slot: int) -> Any:
         if failures:
@@ -65,7 +65,7 @@ def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(monkeypa
         return LocalActor(Worker([]))
 
     async def test() -> None:
-        pool = Pool[Any]("tester", 1, spawn, RecoverySettings(start_timeout=5.0), told.append)
+        pool = Pool[Any]("tester", 1, spawn, RecoverySettings(start_timeout=5.0), reported.append)
         await pool.start()
         failures.append(error)
         pool.lost(2, "killed")
@@ -73,7 +73,7 @@ def test_a_message_that_is_lost_while_an_actor_is_made_costs_an_attempt(monkeypa
         assert pool._failure is None
 
     asyncio.run(test())
-    assert [event.kind for event in told if isinstance(event, ReplacementFailed)] == ["replacement_failed"] * 2
+    assert [event.kind for event in reported if isinstance(event, ReplacementFailed)] == ["replacement_failed"] * 2
 
 
 def test_one_that_is_lost_each_time_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Saving beside training: one at a time, waited for where something depends on it, and what goes wrong is told."""
+"""Saving beside training: one at a time, waited for where something depends on it, and what goes wrong is reported."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class Ranks:
 
 class Run:
     def __init__(self, folder: Path, *, beside: bool = True, timeout: float = LONG) -> None:
-        self.told: list[tuple[str, int]] = []
+        self.reported: list[tuple[str, int]] = []
         self.ranks, self.state = Ranks(), {"step": 0}
         self.store = CheckpointStore(folder, keep=9)
         self.saving = Saving(self.store, self._emit, beside=beside, timeout=timeout)
 
     def _emit(self, event: Event, step: int) -> None:
-        self.told.append((event.record()["event"], step))
+        self.reported.append((event.record()["event"], step))
 
     async def save(self, step: int, last: bool = False) -> None:
         self.ranks.weights, self.state["step"] = step, step
@@ -83,12 +83,12 @@ def test_training_goes_on_while_what_was_is_written(tmp_path: Path) -> None:
     async def scene() -> None:
         run = Run(tmp_path)
         await run.save(1)
-        assert run.told == []
+        assert run.reported == []
         assert not run.saving.on_disk(Version(1, 1))
         assert run.on_disk() == [], "it is not complete before every file is there"
         run.ranks.may_write.set()
         await run.saving.settle()
-        assert run.told == [("checkpoint", 1)]
+        assert run.reported == [("checkpoint", 1)]
         assert run.saving.on_disk(Version(1, 1))
         assert run.on_disk() == [(1, 1, "1")]
 
@@ -112,10 +112,10 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path) -> None:
         await run.save(1)
         next_one = asyncio.create_task(run.save(2, last=True))
         await asyncio.sleep(0.05)
-        assert run.told == []
+        assert run.reported == []
         run.ranks.may_write.set()
         await next_one
-        assert run.told == [("checkpoint", 1), ("checkpoint", 2)]
+        assert run.reported == [("checkpoint", 1), ("checkpoint", 2)]
         assert run.ranks.most == 1
 
     play(scene)
@@ -133,7 +133,7 @@ def test_a_save_that_takes_too_long_is_typed_and_ends_nowhere(tmp_path: Path) ->
     play(scene)
 
 
-def test_a_failed_save_is_told_and_ends_the_run_when_there_are_too_many(tmp_path: Path) -> None:
+def test_a_failed_save_is_reported_and_ends_the_run_when_there_are_too_many(tmp_path: Path) -> None:
     async def scene() -> None:
         run = Run(tmp_path)
         run.ranks.trouble = CheckpointError("no space left on device")
@@ -144,7 +144,7 @@ def test_a_failed_save_is_told_and_ends_the_run_when_there_are_too_many(tmp_path
             assert run.saving.failed == step
         with pytest.raises(CheckpointError, match="no space left"):
             await run.save(FAILED_SAVES + 1, last=True)
-        assert run.told == [("checkpoint_failed", step) for step in range(1, FAILED_SAVES + 2)]
+        assert run.reported == [("checkpoint_failed", step) for step in range(1, FAILED_SAVES + 2)]
         run.ranks.trouble = None
         await run.save(9)
         await run.saving.settle()
@@ -153,7 +153,7 @@ def test_a_failed_save_is_told_and_ends_the_run_when_there_are_too_many(tmp_path
     play(scene)
 
 
-def test_a_rank_that_is_lost_while_it_writes_is_told_by_the_next_look(tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_while_it_writes_is_reported_by_the_next_look(tmp_path: Path) -> None:
     async def scene() -> None:
         run = Run(tmp_path)
         run.ranks.trouble = PolicyLost("rank 1 died")

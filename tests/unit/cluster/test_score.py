@@ -195,7 +195,7 @@ def test_a_saved_episode_without_a_result_has_no_reward(asked: Asked, file: Call
     assert "0 scored (corrected), 2 unscored" in err
 
 
-def test_stated_confidences_are_told_with_their_calibration(asked: Asked, file: Callable[..., Path]) -> None:
+def test_stated_confidences_are_reported_with_their_calibration(asked: Asked, file: Callable[..., Path]) -> None:
     rows = [
         {"completion": f"<confidence>0.9</confidence><bbox>{box}</bbox>", "ground_truth": [0.1, 0.1, 0.2, 0.2]}
         for box in ("[0.1,0.1,0.2,0.2]", "[0.5,0.5,0.9,0.9]")

@@ -63,7 +63,7 @@ class Stage:
     async def everywhere(self, method: Any, manifest: Any, source: str) -> None:
         await self.serving.load(manifest, source)
 
-    def told(self, kind: str) -> int:
+    def reported(self, kind: str) -> int:
         return sum(record["event"] == kind for _, record in self.reporter.updates)
 
     @asynccontextmanager
@@ -101,7 +101,7 @@ def test_a_policy_that_lives_publishes_again_and_all_who_wait_are_admitted(stage
             await asyncio.gather(*(stage.admit(engine) for engine in engines))
         assert [engine.had for engine in engines] == [["second"]] * 3
         assert stage.serving.had == ["first", "second"], "once for all of them"
-        assert stage.told("weights_lost") >= 1
+        assert stage.reported("weights_lost") >= 1
 
     act(play())
 

@@ -149,7 +149,7 @@ def test_every_problem_is_listed_with_its_line(write: Write) -> None:
     ]
 
 
-def test_a_rule_across_keys_is_told_without_a_line(write: Write) -> None:
+def test_a_rule_across_keys_is_reported_without_a_line(write: Write) -> None:
     path = write("name: a\nstairs: true\npets: [{kind: cat}, {kind: cat}, {kind: dog}]\n")
     assert refused(path) == ["house.yaml: configuration: stairs are too narrow for three pets"]
 
@@ -445,7 +445,7 @@ def says_little(key: str, meaning: str, least: int) -> bool:
 
 
 def test_every_key_says_what_it_is_for_and_when_to_change_it() -> None:
-    """Whether a sentence is good advice no test can tell; that there is room for both, it can."""
+    """Whether a sentence is good advice no test can decide; that there is room for both, it can."""
     found = meanings(RunConfig, SftConfig, ServeFile)
     assert len(found) > 150
     short = [key for key, meaning in found.items() if says_little(key, meaning, least=8)]

@@ -65,7 +65,7 @@ def test_every_key_that_a_message_names_exists() -> None:
     assert unknown == []
 
 
-def test_names_are_told_from_keys() -> None:
+def test_names_are_distinguished_from_keys() -> None:
     """The test above can fail: a made-up key is one that does not exist, a module and a file are none."""
     assert list(mentioned("raise `environment.episode.max_prompt_tokens` or policy.optimizer.lr=1e-5")) == [
         "environment.episode.max_prompt_tokens",

@@ -49,11 +49,11 @@ def test_a_full_disk_is_seen_below_the_error_that_hides_it(below: Exception, kin
 
 def test_signals_are_noted_within_the_block_only() -> None:
     before = [signal.getsignal(number) for number in STOP]
-    told = StopSignals()
-    with handling(told, *STOP):
-        assert (told.first, told.again) == (None, False)
+    reported = StopSignals()
+    with handling(reported, *STOP):
+        assert (reported.first, reported.again) == (None, False)
         os.kill(os.getpid(), signal.SIGINT)
-        assert (told.first, told.again) == (signal.SIGINT, False)
+        assert (reported.first, reported.again) == (signal.SIGINT, False)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert (told.first, told.again, told.near_limit()) == (signal.SIGINT, True, False)
+        assert (reported.first, reported.again, reported.near_limit()) == (signal.SIGINT, True, False)
     assert [signal.getsignal(number) for number in STOP] == before

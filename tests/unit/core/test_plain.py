@@ -134,7 +134,7 @@ def test_equal_bytes_are_written_once(tmp_path: Path) -> None:
 # The parts of the loop -------------------------------------------------------------------------------------------------
 
 
-class Told:
+class Quiet:
     def event(self, event: Event) -> None: ...
 
     def bad_row(self, failure: DataFailure) -> None: ...
@@ -155,7 +155,7 @@ OF_THE_PROCESS = {
     "TaskCursor": {"_count", "_seed", "_shuffle", "_tiers"},
     "Ledger": set(),
     "Reporter": {"config", "folder", "updates", "_evaluation", "_step", "_unwritten", "_left_out", "_longest",
-                 "_told_grace", "loggers"},
+                 "_warned_of_grace", "loggers"},
     "LengthRatio": {"_keep"},
 }  # fmt: skip
 """Attributes that a checkpoint does not hold: what the configuration says, and what begins anew with a process."""
@@ -163,7 +163,7 @@ OF_THE_PROCESS = {
 
 def rollouts(folder: Path) -> RolloutManager:
     config = RunConfig.model_validate(settings(folder, folder, algorithm__replay={"kind": "corrected"}))
-    return RolloutManager(config, Ledger(), training_rows(config, Told()), Told(), FailureHistory(config.environment))
+    return RolloutManager(config, Ledger(), training_rows(config, Quiet()), Quiet(), FailureHistory(config.environment))
 
 
 def full(made: RolloutManager) -> None:

@@ -35,7 +35,7 @@ def test_another_users_file_is_not_believed(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_rendezvous_that_others_can_write_is_refused_by_head_and_workers(tmp_path: Path) -> None:
-    """Whoever prepares the folder would choose the cluster's token, or the head to which a worker goes."""
+    """The one who prepares the folder would choose the cluster's token, or the head to which a worker goes."""
     rendezvous = Rendezvous(tmp_path, "c")
     rendezvous.folder.mkdir()
     rendezvous.folder.chmod(0o777)

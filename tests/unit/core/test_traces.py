@@ -77,14 +77,14 @@ def test_what_is_no_trace_is_bad_data(data: dict[str, Any]) -> None:
 
 
 def answer(prompt: list[int], *choices: list[int], version: str = "0.1", **changes: Any) -> dict[str, Any]:
-    told = [
+    reported = [
         {
             "token_ids": tokens, "logprobs": {"content": [{"logprob": -1.0} for _ in tokens]}, "finish_reason": "stop",
             "weight_version": version, **changes,
         }
         for tokens in choices
     ]  # fmt: skip
-    return {"prompt_token_ids": prompt, "choices": told, "rayloop": {"images": []}}
+    return {"prompt_token_ids": prompt, "choices": reported, "rayloop": {"images": []}}
 
 
 def test_an_answer_continues_the_one_whose_tokens_its_prompt_begins_with() -> None:

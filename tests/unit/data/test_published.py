@@ -261,7 +261,7 @@ def test_the_map_of_the_page_and_a_mistake_in_one(tmp_path: Path, capsys: pytest
     assert "colums" in capsys.readouterr().err
 
 
-def test_without_the_hub_one_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_the_hub_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
     asked: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from rayloop.data.cursor import evenly
 from rayloop.run.config import RunConfig
 from rayloop.run.order import held_out_rows
 from tests.support.runs import settings
-from tests.unit.core.test_plain import Told
+from tests.unit.core.test_plain import Quiet
 
 
 def tasks(**counts: int) -> list[Task]:
@@ -39,5 +39,5 @@ def test_a_run_evaluates_that_many_rows(tmp_path: Path) -> None:
     config["data"]["eval"] = config["data"]["train"]
     config["evaluation"] = {"every": 1, "limit": 4}
     made = RunConfig.model_validate(config)
-    every = held_out_rows(made.model_copy(update={"evaluation": made.evaluation.model_copy(update={"limit": None})}), Told())
-    assert held_out_rows(made, Told()) == evenly(every, 4) != every[:4]
+    every = held_out_rows(made.model_copy(update={"evaluation": made.evaluation.model_copy(update={"limit": None})}), Quiet())
+    assert held_out_rows(made, Quiet()) == evenly(every, 4) != every[:4]

@@ -52,7 +52,7 @@ def test_held_out_rows_that_are_trained_on_are_a_problem(tmp_path: Path, capsys:
     assert code == 0, "the same image with another question, the same question about another image"
 
 
-def test_repeated_rows_are_counted_and_tokens_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_repeated_rows_are_counted_and_tokens_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = rows(tmp_path / "train.jsonl", ("How many?", 1), ("How many?", 1), ("Which?", 1))
     held_out = rows(tmp_path / "val.jsonl", ("Else?", 9))
     code, said = validated(tmp_path, capsys, train, held_out)

@@ -32,7 +32,7 @@ PROMPT = TokenPrompt((5, 6, 7), (), seed=1)
 
 
 class Llm:
-    """AsyncLLM as far as the engine calls it. A request is prepared while ``preparing`` is unset, and answered when told."""
+    """AsyncLLM. A request is prepared while ``preparing`` is unset, answered when a test says so."""
 
     def __init__(self) -> None:
         self.model_config, self.errored = SimpleNamespace(max_model_len=64), False

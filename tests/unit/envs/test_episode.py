@@ -367,7 +367,7 @@ def test_what_an_environment_must_return_is_said(renderer: Renderer, where: str,
 
 
 @pytest.mark.parametrize(("error", "bug"), [(TypeError("x"), True), (OSError(28, "No space left on device"), False)])
-def test_a_bug_is_told_from_what_depends_on_the_machine(renderer: Renderer, error: Exception, bug: bool) -> None:
+def test_a_bug_is_distinguished_from_what_depends_on_the_machine(renderer: Renderer, error: Exception, bug: bool) -> None:
     with pytest.raises(EnvironmentFailed) as failure:
         run(renderer, Misbehaving("step", raises(error)), [("a", END)])
     assert failure.value.bug is bug

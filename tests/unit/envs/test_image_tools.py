@@ -37,7 +37,7 @@ Within <tool_call></tool_call> XML tags:
 
 
 def page(width: int = 400, height: int = 200) -> Image.Image:
-    """Each pixel tells its own place: red is x / 2, green is y."""
+    """Each pixel encodes its own place: red is x / 2, green is y."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0] = np.arange(width)[None] // 2
     pixels[..., 1] = np.arange(height)[:, None]

@@ -83,7 +83,7 @@ SPOILED = [unlinked, empty, partial, of_another_time, *map(failing, (errno.EIO, 
 
 @pytest.mark.parametrize("spoil", SPOILED)
 @pytest.mark.parametrize("saves", [False, True], ids=["worker", "train"])
-def test_an_entry_that_cannot_be_read_for_30_s_changes_nothing_and_is_told_once(
+def test_an_entry_that_cannot_be_read_for_30_s_changes_nothing_and_is_reported_once(
     stage: Stage, saves: bool, spoil: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     look = Gone(stage.place, stage.head, saves)
@@ -99,7 +99,7 @@ def test_an_entry_that_cannot_be_read_for_30_s_changes_nothing_and_is_told_once(
     assert capsys.readouterr().out == "node: that is over\n"
 
 
-def test_a_moment_is_not_told(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_moment_is_not_reported(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     look = Gone(stage.place, stage.head, saves=False)
     text = stage.entry.read_text(encoding="utf-8")
     stage.entry.unlink()
@@ -233,7 +233,7 @@ def test_a_head_in_whose_place_is_another_one_is_not_started_again(led: Callable
         led([node.RayEnded("Ray ended"), node.Displaced("another head's entry"), 0])
 
 
-def test_a_head_that_was_told_to_end_is_not_started_again(led: Callable[..., tuple[int, list[int]]]) -> None:
+def test_a_head_that_was_asked_to_end_is_not_started_again(led: Callable[..., tuple[int, list[int]]]) -> None:
     signals = StopSignals()
     signals(15, None)
     with pytest.raises(node.RayEnded):

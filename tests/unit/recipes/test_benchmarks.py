@@ -80,7 +80,7 @@ def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> N
     assert 96 < length < config.environment.episode.max_prompt_tokens - 32, "room for what the environment puts around an image"
 
 
-def test_a_mistake_in_a_benchmark_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_mistake_in_a_benchmark_is_reported_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "over.yaml"
     file.write_text("evaluation: {byy: [a]}\n", encoding="utf-8")
     with pytest.raises(Exception, match=r"over\.yaml:1"):

@@ -103,8 +103,8 @@ def test_each_slip_costs_its_component_as_often_as_it_is_set(rows: list[Task], s
 
 def test_the_tokens_of_the_tiny_model_are_in_what_it_is_taught(rows: list[Task]) -> None:
     answers = HastyAnswers(HastyAnswers.Settings())
-    told = "".join(answers.answer(task, random.Random(0)) + task.extra["query"] for task in rows)
-    assert [token for token in answers.tokens if token not in told] == []
+    reported = "".join(answers.answer(task, random.Random(0)) + task.extra["query"] for task in rows)
+    assert [token for token in answers.tokens if token not in reported] == []
 
 
 def test_the_blind_prior_writes_what_pays_most_without_a_chart(rows: list[Task]) -> None:

@@ -239,7 +239,7 @@ def test_verl_gets_its_extra_info_when_the_reader_keeps_all_columns() -> None:
     assert outcome(compute_score, "it is 3", task=kept) == Scored(1.0)
 
 
-def test_a_dict_without_a_score_is_told() -> None:
+def test_a_dict_without_a_score_is_reported() -> None:
     found = outcome(lambda data_source, solution_str, ground_truth, extra_info=None: {"acc": 1.0}, "x")
     assert found == Unscored(UnscoredKind.INVALID_REWARD, "the reward function returned a dict without score; its keys are acc")
 

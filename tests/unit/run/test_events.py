@@ -1,4 +1,4 @@
-"""The table of events: every kind is told where it says, what is recorded fits it, and docs/events.md says the same."""
+"""The table of events: every kind is emitted where it says, what is recorded fits it, and docs/events.md says the same."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_page_is_made_from_the_table() -> None:
     )
 
 
-def test_every_kind_is_told_by_the_file_that_it_names_and_by_no_other() -> None:
+def test_every_kind_is_reported_by_the_file_that_it_names_and_by_no_other() -> None:
     assert constructed() == {cls.__name__: {cls.by} for cls in KINDS.values()}
 
 
@@ -63,8 +63,8 @@ def unexplained(cls: type[events.Event]) -> set[str]:
     found = set()
     for node, after in zip(body.body, [*body.body[1:], None], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            if not told and node.target.id not in COMMON and cls is not events.Evaluated:
+            reported = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if not reported and node.target.id not in COMMON and cls is not events.Evaluated:
                 found.add(node.target.id)
     return found
 
@@ -122,8 +122,8 @@ def test_many_rows_left_out_for_one_reason_are_shown_once_and_counted(tmp_path: 
     assert "9001 of the 9100 rows of" in shown[-1]["why"]
 
 
-def test_a_grace_that_an_update_and_a_checkpoint_outlast_is_told_once(tmp_path: Path) -> None:
-    def told(grace: float, saves: Sequence[float], updates: Sequence[float]) -> list[dict[str, object]]:
+def test_a_grace_that_an_update_and_a_checkpoint_outlast_is_reported_once(tmp_path: Path) -> None:
+    def reported(grace: float, saves: Sequence[float], updates: Sequence[float]) -> list[dict[str, object]]:
         given = settings(tmp_path, tmp_path, preemption={"grace": grace})
         folder = tmp_path / f"{grace:g}-{len(saves)}"
         folder.mkdir()
@@ -135,14 +135,14 @@ def test_a_grace_that_an_update_and_a_checkpoint_outlast_is_told_once(tmp_path: 
         assert validate(reporter.folder.events) == ()
         return [record for record in reporter.folder.events if record["event"] == "grace_too_short"]
 
-    assert told(120.0, [30.0, 50.0], [60.0, 40.0]) == []
-    assert told(120.0, [], [500.0]) == [], "nothing was ever saved: how long it takes is not known"
-    (once,) = told(100.0, [30.0, 50.0, 60.0], [60.0])
+    assert reported(120.0, [30.0, 50.0], [60.0, 40.0]) == []
+    assert reported(120.0, [], [500.0]) == [], "nothing was ever saved: how long it takes is not known"
+    (once,) = reported(100.0, [30.0, 50.0, 60.0], [60.0])
     assert (once["seconds"], once["grace"]) == (110.0, 100.0)
 
 
-def test_what_the_storage_refuses_is_told_once_until_it_is_well(tmp_path: Path) -> None:
-    """A run goes on without it: a replacement that is told, for one, is still started."""
+def test_what_the_storage_refuses_is_reported_once_until_it_is_well(tmp_path: Path) -> None:
+    """A run goes on without it: a replacement that is reported, for one, is still started."""
     folder = tmp_path / "away"
     reporter = Reporter(RunConfig.model_validate(settings(tmp_path, tmp_path)), folder, open_logger)
     reporter.event(incidents.WorkerLostEvent("reward", 1, why="it died"))

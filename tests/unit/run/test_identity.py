@@ -194,16 +194,16 @@ FINE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "told"), FINE.values(), ids=FINE)
-def test_what_may_change_is_told_with_old_and_new(
-    change: Callable[[Run], None], told: dict[str, tuple[Any, Any]], made: Run
+@pytest.mark.parametrize(("change", "reported"), FINE.values(), ids=FINE)
+def test_what_may_change_is_reported_with_old_and_new(
+    change: Callable[[Run], None], reported: dict[str, tuple[Any, Any]], made: Run
 ) -> None:
     change(made)
     check(made.checkpoint, made.config, made.hashes)
     found = changes(made.checkpoint, made.config, made.hashes)
     if "model.path" in found:
         found["model.path"] = tuple(Path(path).name for path in found["model.path"])  # type: ignore[assignment]
-    assert found == told
+    assert found == reported
 
 
 def test_a_checkpoint_with_keys_that_are_no_keys_any_more_is_continued(made: Run) -> None:
@@ -223,7 +223,7 @@ def test_a_checkpoint_with_keys_that_are_no_keys_any_more_is_continued(made: Run
     }  # fmt: skip
 
 
-def test_edited_rows_of_the_same_number_are_told(made: Run) -> None:
+def test_edited_rows_of_the_same_number_are_reported(made: Run) -> None:
     path = Path(made.values["data"]["train"])
     path.write_text(path.read_text(encoding="utf-8").replace("[", "[0, "), encoding="utf-8")
     check(made.checkpoint, made.config, made.hashes)

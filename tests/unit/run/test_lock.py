@@ -182,7 +182,7 @@ def test_a_number_that_is_not_there_for_a_while_is_no_loss(hosts: Hosts) -> None
     held.fence.check()
 
 
-def test_what_cannot_be_told_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_unknown_is_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file server that does not answer: the next look may."""
 
     def read_text(*_: object, **__: object) -> str:

@@ -20,7 +20,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RunFolder
 from rayloop.run.order import BySolveRate, training_rows
 from tests.support.runs import settings
-from tests.unit.core.test_plain import Told
+from tests.unit.core.test_plain import Quiet
 
 TIERS = [2, 0, 1, 0, 2, 1, 0, 0]
 
@@ -106,9 +106,9 @@ def test_an_earlier_run_s_own_trajectories_count_too(tmp_path: Path) -> None:
 def test_a_run_visits_its_rows_in_that_order(tmp_path: Path) -> None:
     config: dict[str, Any] = settings(tmp_path, tmp_path)
     plain = RunConfig.model_validate(config)
-    ids = [task.id for task in training_rows(plain, Told())]
+    ids = [task.id for task in training_rows(plain, Quiet())]
     file = rates(tmp_path, **{id: [0.0, 1.0] for id in ids[10:13]})
     config["data"]["order"] = {"use": "rayloop.run.order:BySolveRate", "with": {"rates": str(file)}}
     made = RunConfig.model_validate(config)
-    scheduler = RolloutManager(made, Ledger(), training_rows(made, Told()), Told(), FailureHistory(made.environment)).scheduler
+    scheduler = RolloutManager(made, Ledger(), training_rows(made, Quiet()), Quiet(), FailureHistory(made.environment)).scheduler
     assert sorted(visited(scheduler.cursor, 3)) == [10, 11, 12]

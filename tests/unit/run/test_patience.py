@@ -27,13 +27,13 @@ def reporter(folder: Path, patience: int | None = 2) -> tuple[Reporter, list[Eve
     config["data"]["eval"] = config["data"]["train"]
     config["evaluation"] = {"every": 1, "patience": patience}
     made = Reporter(RunConfig.model_validate(config), folder, lambda *_: Silent())
-    told: list[Event] = []
+    reported: list[Event] = []
 
     def emit(event: Event, step: int | None = None) -> None:
-        told.append(event)
+        reported.append(event)
 
     made.event = emit  # type: ignore[method-assign]
-    return made, told
+    return made, reported
 
 
 def evaluate(made: Reporter, *rewards: float | None, first: int = 0) -> None:
@@ -42,14 +42,14 @@ def evaluate(made: Reporter, *rewards: float | None, first: int = 0) -> None:
 
 
 def test_the_run_is_given_up_after_so_many_evaluations_without_a_better_one(tmp_path: Path) -> None:
-    made, told = reporter(tmp_path)
+    made, reported = reporter(tmp_path)
     evaluate(made, 0.1, 0.3, 0.3, 0.4, 0.2)
     assert not made.given_up, "an equal reward is no better one, and a better one begins anew"
     assert made.is_best(3)
     assert not made.is_best(4)
     evaluate(made, 0.4, first=5)
     assert made.given_up
-    assert [event for event in told if isinstance(event, EarlyStop)] == [EarlyStop(2, {"reward": 0.4, "step": 3})]
+    assert [event for event in reported if isinstance(event, EarlyStop)] == [EarlyStop(2, {"reward": 0.4, "step": 3})]
 
 
 def test_without_patience_a_run_goes_on_and_nothing_measured_counts_nothing(tmp_path: Path) -> None:
@@ -64,14 +64,14 @@ def test_without_patience_a_run_goes_on_and_nothing_measured_counts_nothing(tmp_
 def test_a_resume_counts_on_and_the_evaluation_that_it_repeats_once(tmp_path: Path) -> None:
     before, _ = reporter(tmp_path)
     evaluate(before, 0.5, 0.1)
-    after, told = reporter(tmp_path)
+    after, reported = reporter(tmp_path)
     after.restore(before.state())
     evaluate(after, 0.1, first=1)
     assert not after.given_up
     evaluate(after, 0.1, first=2)
     assert after.given_up
     after.already_done(2)
-    assert told[-1] == AlreadyDone("raise evaluation.patience above 2 to go on")
+    assert reported[-1] == AlreadyDone("raise evaluation.patience above 2 to go on")
     old = before.state()
     del old["worse"]  # as checkpoints were before
     after.restore(old)

@@ -141,7 +141,7 @@ def test_a_changed_history_is_rendered_again_and_the_answer_says_where(http: Tes
     assert (refused.status_code, "messages[1]" in refused.json()["error"]["message"]) == (400, True)
 
 
-def test_the_same_text_of_two_answers_is_told_apart_by_name(http: TestClient, engines: Scripted) -> None:
+def test_the_same_text_of_two_answers_is_distinguished_by_name(http: TestClient, engines: Scripted) -> None:
     encode = engines.service.renderer.encode
     split = tuple(token for letter in "about" for token in encode(letter))
     engines.texts = [split, "about", "x", "y"]

@@ -160,11 +160,11 @@ def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_events_are_told_in_plain_words(event: dict[str, Any], line: str) -> None:
+def test_events_are_reported_in_plain_words(event: dict[str, Any], line: str) -> None:
     assert describe(event) == line
 
 
-def test_what_is_being_done_is_told_with_how_far_it_is() -> None:
+def test_what_is_being_done_is_reported_with_how_far_it_is() -> None:
     driver = SimpleNamespace(
         timings=SimpleNamespace(phase="start"),
         services=SimpleNamespace(up=2, wanted=5),

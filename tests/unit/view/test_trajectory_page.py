@@ -132,7 +132,7 @@ def test_groups_carry_boxes_verdicts_and_each_image_once(folder: RunFolder) -> N
     assert image["uri"].startswith("data:image/webp;base64,")
 
 
-def test_a_reader_is_told_what_the_groups_are_and_why_their_pictures_are_coloured(folder: RunFolder) -> None:
+def test_the_page_says_what_the_groups_are_and_why_their_pictures_are_coloured(folder: RunFolder) -> None:
     which, colours = content(folder, groups=2)["notes"]
     assert "at most 3 groups of each step" in which
     assert "shows 2 of these 5" in which
@@ -144,7 +144,7 @@ def test_a_reader_is_told_what_the_groups_are_and_why_their_pictures_are_coloure
     assert "data.notes.map" in write_page(folder.path, None, groups=2).read_text(encoding="utf-8")
 
 
-def test_an_image_that_is_gone_is_told(folder: RunFolder) -> None:
+def test_an_image_that_is_gone_is_reported(folder: RunFolder) -> None:
     for file in folder.rollouts.images.iterdir():
         file.unlink()
     (image,) = content(folder, groups=200)["images"].values()
@@ -230,7 +230,7 @@ def test_boxes_need_a_reader_and_two_evaluations(evaluated: RunFolder) -> None:
     assert [file.name for file in draw(evaluated, READER)] == ["curves.png"]
 
 
-def test_a_drawing_that_fails_is_told_and_fails_nothing(evaluated: RunFolder) -> None:
+def test_a_drawing_that_fails_is_reported_and_fails_nothing(evaluated: RunFolder) -> None:
     reader, said = Component(use="rayloop.recipes.arc_vision.boxes:GroundingBoxes"), []
     draw_or_emit(evaluated, reader, said.append)
     assert said == [f"wrote {evaluated.path / name}" for name in ("curves.png", "boxes.png")]
