@@ -301,6 +301,8 @@ def _components_in(value: Any, path: KeyPath, role: Role | None = None) -> Itera
 
 
 def _refused(problems: Sequence[str], source: Source) -> ConfigError:
+    if source.file == os.devnull:  # all values come from the command line
+        return ConfigError("; ".join(problems))
     many = f"{len(problems)} problems" if len(problems) > 1 else "a problem"
     origin = source.file or "the configuration"
     return ConfigError(f"{origin} has {many}:\n" + "\n".join(f"  {problem}" for problem in problems))
