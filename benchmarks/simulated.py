@@ -14,6 +14,7 @@ from benchmarks.load import Load
 from rayloop.actors.base import Actor
 from rayloop.actors.handles import Handle, create, submit
 from rayloop.actors.lease import Lease, LeasesEngines
+from rayloop.actors.policy import PolicyRank
 from rayloop.cluster.driver import Driver
 from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.services import CONCURRENCY, TrainingServices
@@ -92,15 +93,14 @@ class SimulatedPolicy:
     async def fetch(self, groups: Sequence[Group], **options: Any) -> set[TrajectoryId]:
         return set()
 
-    async def train(self) -> dict[str, float]:
+    async def all(self, method: Callable[..., Any]) -> list[dict[str, float]]:
+        """The driver calls ``train`` alone in this way."""
+        assert method is PolicyRank.train
         await asyncio.sleep(self._seconds)
-        return {}
+        return [{}]
 
     async def while_there(self, work: Awaitable[Any]) -> Any:
         return await work
-
-    async def shares(self, probe: str, within: float) -> list[str | None]:
-        return []
 
     def stop(self) -> None: ...
 
