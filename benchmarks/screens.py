@@ -156,12 +156,9 @@ class LookingPolicy(SimulatedPolicy):
 
 
 class OwnEngines(TrainingServices):
-    """Those of a run, but with rollout actors of the class ``engine``, which nobody times, and a policy that does not train."""
+    """Those of a run, but with rollout actors of the class ``engine``, and a policy that does not train."""
 
     engine: type[RolloutActor]
-
-    async def _measure(self) -> dict[str, Any]:
-        return {}
 
     def _pool(self, role: str, size: int, placement: Any, make: Any, admit: Any = None) -> Pool[Any]:
         c = self.config

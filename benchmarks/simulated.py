@@ -99,6 +99,8 @@ class SimulatedPolicy:
         await asyncio.sleep(self._seconds)
         return [{}]
 
+    async def check_shared(self, folder: Path) -> None: ...
+
     async def while_there(self, work: Awaitable[Any]) -> Any:
         return await work
 
