@@ -55,12 +55,12 @@ def test_a_server_is_measured_on_screenshots(tmp_path: Path, grounding_model: Pa
 @pytest.mark.slow_faults
 def test_a_server_that_takes_weights_is_trained(tmp_path: Path, digits_model: Path) -> None:
     with serving(digits_model) as server:
-        update = [{"path": "/load", "body": {"model_path": "{folder}"}}]
+        update = {"/load": {"model_path": "{folder}"}}
         engine = {
             "kind": "openai_http", "base_url": f"{server.url}/v1", "model": "ours", "interface": "tokens",
             "update": update, "dtype": "float32",
         }  # fmt: skip
-        made = finished(settings(tmp_path, digits_model, rollout__engine=engine, steps=2))
+        made = finished(settings(tmp_path, digits_model, rollout__engine=engine, steps=2, weight_sync__logprob_check="self_test"))
     [logprob_check] = made.named("logprob_check")
     assert logprob_check["mean"] < 1e-4
     assert len(made.metrics) == 2

@@ -61,7 +61,7 @@ def test_pictures_in_two_turns_on_two_ranks(tmp_path: Path, picture_model: Path)
     )  # fmt: skip
     made = trained(config)
     [logprob_check] = made.named("logprob_check")
-    assert logprob_check["images"] == 2
+    assert logprob_check["images"] == 4
     assert logprob_check["swapped"] > 10 * logprob_check["mean"]
     tests = made.named("self_test", step=0)
     assert {test["group"] for test in tests} == PARTS
@@ -103,7 +103,7 @@ def test_adapters_with_themselves_switched_off_as_the_reference(tmp_path: Path, 
     config = settings(
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
         policy__engine={"threads": 1, "lora": {"rank": 4}}, policy__loss={"kl_coef": 0.05},
-        policy__optimizer={"lr": 1.0e-2},
+        policy__optimizer={"lr": 1.0e-2}, weight_sync__logprob_check="self_test",
     )  # fmt: skip
     made = trained(config)
     assert {test["group"] for test in made.named("self_test", step=0)} == PARTS
@@ -130,7 +130,7 @@ def test_bfloat16(tmp_path: Path, picture_model: Path) -> None:
     config = settings(
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
         policy__engine={"threads": 1, "dtype": "bfloat16"}, rollout__engine={"threads": 1, "dtype": "bfloat16"},
-
+        weight_sync__logprob_check="self_test",
     )  # fmt: skip
     made = trained(config)
     assert made.named("logprob_check")[0]["tolerance"] == 0.05
