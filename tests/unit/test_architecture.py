@@ -78,6 +78,13 @@ def test_every_module_says_what_it_is() -> None:
     assert not silent
 
 
+def test_a_module_that_runs_as_a_program_ends_with_its_call() -> None:
+    for path in SOURCES:
+        body = ast.parse(path.read_text(encoding="utf-8")).body
+        guards = [i for i, node in enumerate(body) if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)]
+        assert guards in ([], [len(body) - 1]), f"{path}: what stands below `if __name__` does not exist yet when it runs"
+
+
 OF_EXTRAS = ("Xlib",)
 """What only an extra installs, and a module of its own process imports at its top."""
 

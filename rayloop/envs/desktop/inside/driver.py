@@ -282,10 +282,6 @@ def main() -> None:
     Channel(connection).serve(answer)
 
 
-if __name__ == "__main__":
-    main()
-
-
 SKIPPED = {".cache", ".config", ".local", ".dbus"}
 """What programs keep for themselves, at the top of the home."""
 MOST_FILES = 2_000
@@ -345,3 +341,7 @@ def _read(path: str, most: int) -> bytes | None:
             return None
         content = file.read(most + 1)
     return content if len(content) <= most else None
+
+
+if __name__ == "__main__":
+    main()
