@@ -23,6 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rayloop.core.failures import RayloopError
+from tests.vector_rules import algorithm, arc_vision, arpo, chart_rvr, pyvision
+from tests.vector_rules.entries import Deviation, Entry, Nothing, Refused, Rule, Unknown
+
+RULES: dict[str, Rule] = {**arc_vision.RULES, **chart_rvr.RULES, **pyvision.RULES, **arpo.RULES, **algorithm.RULES}
+"""The first pattern found in an entry's name decides; the algorithm's are broad, so they come last."""
+TOLERANCE = 1e-5
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -115,15 +126,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from rayloop.core.failures import RayloopError
-from tests.vector_rules import algorithm, arc_vision, arpo, chart_rvr, pyvision
-from tests.vector_rules.entries import Deviation, Entry, Nothing, Refused, Rule, Unknown
-
-RULES: dict[str, Rule] = {**arc_vision.RULES, **chart_rvr.RULES, **pyvision.RULES, **arpo.RULES, **algorithm.RULES}
-"""The first pattern found in an entry's name decides; the algorithm's are broad, so they come last."""
-TOLERANCE = 1e-5
