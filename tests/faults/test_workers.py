@@ -93,7 +93,7 @@ def test_an_engine_that_stands_still_is_reported_and_replaced_and_does_not_wake(
         assert main(["status", str(made.folder)]) == 0
         assert "rollout 0 does not answer" in capsys.readouterr().out
         why, _ = replaced(made, "rollout", stopped)
-        assert "did not answer within 20 s" in why
+        assert "did not answer within 12 s" in why
         if victim.is_running():
             resume(victim)
         made.ends(0)
