@@ -42,7 +42,7 @@ from rayloop.run.lifetime import (
     check_durations,
     with_time_to_compile,
 )
-from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
+from rayloop.transports.settings import BroadcastTransport, ObjectStoreTransport, Placed, TransportSettings, problems
 
 
 class DataSettings(SettingsModel):
@@ -191,10 +191,9 @@ class WeightSyncSettings(SettingsModel):
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over synced weights. Raise it for large models over slow networks."""
     logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
-    """The log-prob check at the start. stop: the run ends when engines and trainer disagree. self_test: also perturb each group of
+    """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in bfloat16. stop: the run ends when
+    engines and trainer disagree. self_test: also perturb each group of
     parameters (not for large bfloat16 models). warn: as self_test, but go on."""
-    tolerance: float | None = Field(None, gt=0)
-    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known reason."""
 
 
 def _name(text: str) -> str:
@@ -272,6 +271,12 @@ class RunConfig(SettingsModel):
         return self.policy.optimizer.over(self.steps * update.epochs * update.mini_batches)
 
     @property
+    def transport(self) -> TransportSettings:
+        """``weight_sync.transport``, whose waits fit into ``weight_sync.timeout``."""
+        chosen = self.weight_sync.transport
+        return chosen.within(self.weight_sync.timeout) if isinstance(chosen, BroadcastTransport) else chosen
+
+    @property
     def trainer(self) -> FsdpSettings:
         """``policy.engine`` as the ranks have it."""
         return self._scoring(self.policy.placement, self.policy.ranks)
@@ -297,7 +302,7 @@ class RunConfig(SettingsModel):
     @property
     def tolerance(self) -> float:
         """Mean |log-prob difference| that counts as log-prob check."""
-        return self.weight_sync.tolerance or (0.05 if self.rounds else 1e-3)
+        return 0.05 if self.rounds else 1e-3
 
     @property
     def rounds(self) -> bool:
@@ -307,7 +312,7 @@ class RunConfig(SettingsModel):
     @property
     def drift(self) -> float:
         """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md, section 10)."""
-        return max(self.weight_sync.tolerance or 0.0, 0.1 if self.rounds else 1e-3)
+        return 0.1 if self.rounds else 1e-3
 
 
 def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConfig:

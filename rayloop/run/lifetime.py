@@ -166,7 +166,6 @@ DURATIONS = (
     Duration(EPISODE, "a whole episode", "it hangs: played again; an actor that has not said so 90 s later is replaced", STALL),
     Duration("reward.timeout", "scoring one trajectory, tried twice", "unscored as `timeout`, or the failing value", STALL, 2),
     Duration(STEP, "a trainer's step, a checkpoint, an export", "the ranks are rebuilt from the checkpoint", STALL),
-    Duration("weight_sync.transport.timeout", "each bucket of a broadcast", "the object store's copy is loaded", SYNC),
     Duration(SYNC, "an engine's taking over of weights", "the engine is replaced", STALL),
     Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced"),
     Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),
@@ -214,8 +213,6 @@ def table(config: BaseModel) -> str:
     """The table of docs/choosing_settings.md, with the values of ``config``."""
     lines = ["| key | default | seconds for | when they are over | shorter than |", "|---|---|---|---|---|"]
     for each in DURATIONS:
-        default = value_of(config, each.key)
-        seconds = f"{default:g}" if default is not None else "120 (collective)"
         shorter = f"`{each.within}`" if each.within else ""
-        lines.append(f"| `{each.key}` | {seconds} | {each.what} | {each.then} | {shorter} |")
+        lines.append(f"| `{each.key}` | {value_of(config, each.key):g} | {each.what} | {each.then} | {shorter} |")
     return "\n".join(lines) + "\n"
