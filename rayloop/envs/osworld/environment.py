@@ -11,7 +11,7 @@ from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
-from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, first
+from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment
 from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, machines_of
 
 
@@ -33,7 +33,11 @@ class OSWorld(ScreenEnvironment):
         """Tries other machines, with growing pauses between. Raises DataFailure, MachineLost when all attempts failed."""
         config = self._config(task)
         screen = self._begin(config)
-        return first(task, str(config["instruction"]), ImageSource(data=screen))
+        return self._first(task, str(config["instruction"]), ImageSource(data=screen))
+
+    def screen_size(self) -> tuple[int, int]:
+        """As the settings say."""
+        return self._settings.width, self._settings.height
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
         """Each action is sent once; OSWorld may carry it out twice after a broken connection. Raises MachineLost."""
