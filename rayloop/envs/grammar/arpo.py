@@ -24,7 +24,13 @@ _POINTED = {
     "right_single": "click({x}, {y}, button='right')",
     "hover": "moveTo({x}, {y})",
 }
-_QUOTED = re.compile(r"(?:type|finished)\(content='(.*?)'\)")
+_THOUGHTS = {
+    begins: re.compile(rf"{before}: (.+?)(?=\s*Action:|$)", re.DOTALL)
+    for begins, before in (
+        ("Thought", "Thought"), ("Action_Summary", "Action_Summary"), ("Reflection", r"Reflection: (.+?)Action_Summary"),
+    )
+}  # fmt: skip
+"""What a turn begins with -> its thought, the last group."""
 _BOX = re.compile(r"(start_box|end_box)='\((\d+),(\d+)\)'")
 
 
@@ -60,13 +66,14 @@ ARPO = Screen()
 def parsed(text: str, screen: Screen = ARPO) -> list[Parsed]:
     """The calls behind the last ``Action:``, blank lines between them, up to the first of ``_ENDS``. Raises Broken."""
     text = text.strip()
-    before, mark, written = text.rpartition("Action:")
+    _, mark, written = text.rpartition("Action:")
     if not mark:
         raise Broken("AssertionError")
     calls = [_call(_repaired(one).replace("\n", "\\n").lstrip()) for one in written.split("\n\n")]
     found = [(name, {key: _input(key, value, screen) for key, value in given.items() if value != ""}) for name, given in calls]
-    thought = before.partition("Thought:")[2].strip()
-    start = f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{thought}\n'''\n"
+    thought = _THOUGHTS.get(text.partition(":")[0], _THOUGHTS["Thought"]).search(text)
+    said = thought and thought[thought.re.groups].strip()
+    start = f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{said}\n'''\n"
     made = []
     for name, inputs in found:
         made.append(Parsed(name, inputs, _code(start, name, inputs, screen)))
@@ -86,10 +93,11 @@ def add_box_token(text: str) -> str:
 
 def _repaired(call: str) -> str:
     """The call with its quotes escaped; text around the call becomes part of its argument."""
-    for name in ("type", "finished"):
-        if f"{name}(content" in call:
-            call = f"{name}(content='{_escaped(_QUOTED.sub(lambda found: found[1], call))}')"
-    return call
+    name = next((name for name in ("type", "finished") if f"{name}(content" in call), None)
+    if name is None:
+        return call
+    bare = re.sub(rf"{name}\(content='(.*?)'\)", lambda found: found[1], call)
+    return f"{name}(content='{_escaped(bare)}')"
 
 
 def _escaped(text: str) -> str:
@@ -157,9 +165,7 @@ def _code(start: str, name: str | None, inputs: Mapping[str, str], screen: Scree
         pressed = ", ".join(repr(" " if one == "space" else one) for one in keys)
         return f"{start}\npyautogui.hotkey({pressed})" if key else start
     if name in ("keydown", "keyup"):
-        key = inputs.get("key", inputs.get("press", ""))
-        key = " " if key == "space" else _ARROWS.get(key, key)
-        return f"{start}\npyautogui.{'keyDown' if name == 'keydown' else 'keyUp'}({key!r})" if key else start
+        return f"{start}\npyautogui.{'keyDown' if name == 'keydown' else 'keyUp'}({inputs.get('key', '')!r})"
     return start + _typed(_escaped(inputs.get("content", ""))) if name == "type" else f"{start}\n# Unrecognized action type: {name}"
 
 

@@ -117,10 +117,10 @@ class OSWorld(ScreenEnvironment):
         return found
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def rows(path: Path, prompt: object = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:
     """Rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``. Raises OSError, ValueError."""
     names = [f"{domain}/{name}" for domain, ids in json.loads(path.read_text(encoding="utf-8")).items() for name in ids]
-    return [{"id": name, "prompt": UI_TARS_OR_FAIL, "osworld": name} for name in names]
+    return [{"id": name, "prompt": prompt, "osworld": name} for name in names]
 
 
 TICKS = 5
