@@ -1,8 +1,11 @@
 """OSWorld as an environment, never exercised on a real machine: its tasks, UI-TARS actions, screenshots, OSWorld's own result."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,40 @@ from rayloop.core.types import ImageSource, Task
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
 from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment
 from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, machines_of
+
+
+@dataclass
+class Trace:
+    """An episode as OSWorld's own scripts leave it: DOMAIN/ID/traj.jsonl, a line an action, and result.txt, which its show_result.py
+    adds up. A further episode of the task replaces both. Without ``folder`` nothing is written."""
+
+    folder: Path | None = None
+    steps: int = 0
+
+    @classmethod
+    def of(cls, results: str, name: str) -> Trace:
+        """Of the task ``name`` (domain/id) below the folder ``results``, if there is one."""
+        if not results:
+            return cls()
+        folder = local_path(results) / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in ("traj.jsonl", "result.txt"):
+            (folder / file).unlink(missing_ok=True)
+        return cls(folder)
+
+    def step(self, action: str, done: bool) -> None:
+        """Append an action, as it was sent."""
+        if self.folder is None:
+            return
+        self.steps += 1
+        line = {"step_num": self.steps, "action_timestamp": time.strftime("%Y%m%d@%H%M%S"), "action": action, "reward": 0, "done": done}
+        with open(self.folder / "traj.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def end(self, result: float) -> None:
+        """Write the result."""
+        if self.folder is not None:
+            (self.folder / "result.txt").write_text(f"{result}\n", encoding="utf-8")
 
 
 class OSWorld(ScreenEnvironment):
@@ -28,11 +65,14 @@ class OSWorld(ScreenEnvironment):
         self._machines = machines_of(settings)
         self._machine: Machine | None = None
         self._broken = False
+        self._trace = Trace()
 
     def reset(self, task: Task) -> Observation:
         """Tries other machines, with growing pauses between. Raises DataFailure, MachineLost when all attempts failed."""
         config = self._config(task)
         screen = self._begin(config)
+        name = task.extra["osworld"]
+        self._trace = Trace.of(self._settings.results, name if isinstance(name, str) else f"{config.get('domain', '')}/{config['id']}")
         return self._first(task, str(config["instruction"]), ImageSource(data=screen))
 
     def screen_size(self) -> tuple[int, int]:
@@ -44,6 +84,7 @@ class OSWorld(ScreenEnvironment):
         screen = b""
         for line in [self._line(action) for action in actions]:
             header, screen = self._ask("step", self._settings.step_timeout, action=line, pause=self._settings.pause)
+            self._trace.step(line, bool(header["done"]))
             if header["done"]:
                 return StepResult(done=True)
         return StepResult(self._shown(ImageSource(data=screen)))
@@ -51,7 +92,8 @@ class OSWorld(ScreenEnvironment):
     def evaluate(self) -> float:
         """OSWorld's result, 0 to 1. Raises MachineLost where OSWorld raises: that is no 0."""
         header, _ = self._ask("evaluate", self._settings.evaluate_timeout)
-        return float(header["result"])
+        self._trace.end(result := float(header["result"]))
+        return result
 
     def close(self) -> None:
         """Give the machine back, or end it when a call of it failed."""
