@@ -115,7 +115,8 @@ def solvable_options(options: Sequence[str]) -> tuple[argparse.Namespace, list[s
 
 
 def keep_solvable(chosen: argparse.Namespace) -> None:
-    """Rewrite ``out/train.jsonl``, with how often each row was ``solved`` and ``played``. Rows without a scored answer are kept. Raises ConfigError, RayloopError."""
+    """Rewrite ``out/train.jsonl``, with how often each row was ``solved`` and ``played``. Rows without a scored answer are kept.
+    Raises ConfigError, RayloopError."""
     file = chosen.out / "train.jsonl"
     if not file.is_file():
         raise ConfigError(f"--solvable-by: {file} is not there; it keeps the solvable ones of the training rows")

@@ -21,6 +21,7 @@ from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.grpo.settings import LossSettings
 from tests.engines.prompts import image
 
+
 class Sgd(OptimizerSettings):
     """Keeps no state: a step is the gradient times ``lr``."""
 

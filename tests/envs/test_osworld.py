@@ -93,7 +93,11 @@ def test_results_lie_where_osworlds_scripts_look_for_them(make: Make, tmp_path: 
     assert [(line["step_num"], line["done"]) for line in lines] == [(1, False), (2, False), (3, True)]
     assert [line["action"] for line in lines] == ["WAIT", "import pyautogui; pyautogui.hotkey('a')", "DONE"]
     environment.reset(task())
-    assert (results / "t").is_dir(), "a task in the row, whose domain is not known"
+    assert (results / "unknown/t").is_dir(), "a task in the row, whose domain is not known"
+    environment.close()
+    outside = dict(task().extra["osworld"]) | {"id": "../../../out"}
+    with pytest.raises(DataFailure, match="is not below"):
+        environment.reset(Task("t", (Message("user", ("{instruction}",)),), extra={"osworld": outside}))
     environment.close()
 
 

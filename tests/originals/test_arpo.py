@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from rayloop.core.protocols import ScoreContext
@@ -109,8 +108,8 @@ class Turns:
 
     def content(self) -> str:
         return self.pick(
-            ["hello", "it's", "a\\nb", "a\\n", 'say "x"', "\\'q\\'", "", "日本語", "x\n\ny", "x')", "a\\\\", "\n", "tab\\t", "it\\'s",
-             "click(start_box='(1,2)')", "run\\\\n", "\\'); import os #"]
+            ["hello", "it's", "a\\nb", "a\\n", 'say "x"', "\\'q\\'", "", "日本語", "x\n\ny", "x')", "a\\\\", "\n", "tab\\t",
+             "it\\'s", "click(start_box='(1,2)')", "run\\\\n", "\\'); import os #"]
         )  # fmt: skip
 
     def arguments(self, name: str) -> str:
@@ -118,7 +117,13 @@ class Turns:
         match name:
             case "click" | "left_double" | "right_single" | "left_single" | "hover":
                 plain = f"start_box='{box()}'"
-                odd = [f"'{box()}'", f"start_box={box() or 1}", f"point='{box()}'", f"{plain}, end_box='{box()}'", f'start_box="{box()}"']
+                odd = [
+                    f"'{box()}'",
+                    f"start_box={box() or 1}",
+                    f"point='{box()}'",
+                    f"{plain}, end_box='{box()}'",
+                    f'start_box="{box()}"',
+                ]
                 return self.pick([plain, plain, "", *odd])
             case "drag" | "select":
                 return self.pick([f"start_box='{box()}', end_box='{box()}'", f"start_box='{box()}'", ""])

@@ -20,18 +20,21 @@ from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings,
 
 @dataclass
 class Trace:
-    """An episode as OSWorld's own scripts leave it: DOMAIN/ID/traj.jsonl, a line an action, and result.txt, which its show_result.py
-    adds up. A further episode of the task replaces both. Without ``folder`` nothing is written."""
+    """An episode as OSWorld's own scripts leave it: DOMAIN/ID/traj.jsonl, a line an action, and result.txt, which its
+    show_result.py adds up. A further episode of the task replaces both. Without ``folder`` nothing is written."""
 
     folder: Path | None = None
     steps: int = 0
 
     @classmethod
     def of(cls, results: str, name: str) -> Trace:
-        """Of the task ``name`` (domain/id) below the folder ``results``, if there is one."""
+        """Of the task ``name`` (domain/id) below the folder ``results``, if there is one. Raises DataFailure."""
         if not results:
             return cls()
-        folder = local_path(results) / name
+        root = local_path(results).resolve()
+        folder = (root / name).resolve()
+        if folder == root or not folder.is_relative_to(root):
+            raise DataFailure(name, f"its results would lie at {folder}, which is not below {root}")
         folder.mkdir(parents=True, exist_ok=True)
         for file in ("traj.jsonl", "result.txt"):
             (folder / file).unlink(missing_ok=True)
@@ -42,7 +45,13 @@ class Trace:
         if self.folder is None:
             return
         self.steps += 1
-        line = {"step_num": self.steps, "action_timestamp": time.strftime("%Y%m%d@%H%M%S"), "action": action, "reward": 0, "done": done}
+        line = {
+            "step_num": self.steps,
+            "action_timestamp": time.strftime("%Y%m%d@%H%M%S"),
+            "action": action,
+            "reward": 0,
+            "done": done,
+        }
         with open(self.folder / "traj.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -70,9 +79,10 @@ class OSWorld(ScreenEnvironment):
     def reset(self, task: Task) -> Observation:
         """Tries other machines, with growing pauses between. Raises DataFailure, MachineLost when all attempts failed."""
         config = self._config(task)
-        screen = self._begin(config)
         name = task.extra["osworld"]
-        self._trace = Trace.of(self._settings.results, name if isinstance(name, str) else f"{config.get('domain', '')}/{config['id']}")
+        own = name if isinstance(name, str) else f"{config.get('domain', 'unknown')}/{config['id']}"
+        self._trace = Trace.of(self._settings.results, own)
+        screen = self._begin(config)
         return self._first(task, str(config["instruction"]), ImageSource(data=screen))
 
     def screen_size(self) -> tuple[int, int]:

@@ -142,7 +142,9 @@ def test_no_turn_is_asked_for_more_tokens_than_it_may_have(renderer: Renderer) -
 
 
 def test_the_answers_of_all_turns_have_a_limit_of_their_own(renderer: Renderer) -> None:
-    trajectory, engine = run(renderer, scripted(NEXT), [("a", END), ("b c", LENGTH)], request(max_tokens=1000), max_response_tokens=40)
+    trajectory, engine = run(
+        renderer, scripted(NEXT), [("a", END), ("b c", LENGTH)], request(max_tokens=1000), max_response_tokens=40
+    )
     answered = [len(turn.token_ids) for turn in trajectory.turns[1:3]]
     assert [sampling.max_tokens for _, sampling in engine.requests] == [40, 40 - sum(answered)]
     assert trajectory.end_reason is EndReason.OVER_LENGTH
