@@ -99,11 +99,10 @@ def test_equal_seeds_give_equal_tasks(word: str) -> None:
 
 def checked(folder: Path, steps: str, *words: str) -> int:
     (folder / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n', encoding="utf-8")
-    (folder / "run.yaml").write_text(
-        f"{{name: mine, steps: 1, model: {{path: nowhere}}, data: {{train: {folder}/rows.jsonl}}, "
-        f"environment: {{episode: {{environment: {steps}}}}}, reward: {{source: {{use: 'rayloop.rewards.environment_result:EnvironmentResult'}}}}}}",
-        encoding="utf-8",
-    )
+    environment = f"environment: {{episode: {{environment: {steps}}}}}"
+    reward = "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}"
+    run = f"{{name: mine, steps: 1, model: {{path: nowhere}}, data: {{train: {folder}/rows.jsonl}}, {environment}, {reward}}}"
+    (folder / "run.yaml").write_text(run, encoding="utf-8")
     return main(["env", "check", str(folder / "run.yaml"), *words])
 
 
