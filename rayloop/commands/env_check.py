@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check(arguments: argparse.Namespace) -> int:
     """Print a line for each round. Returns 0, or 1 when an environment was not ready. Raises ConfigError."""
     config = read(arguments.config, arguments.overrides)
-    count = arguments.count or config.algorithm.group_size
+    count = config.algorithm.group_size if arguments.count is None else arguments.count
     if min(count, arguments.rounds) < 1:
         raise ConfigError("--count and --rounds: expected a number above 0")
     kinds, episode = config.environment.kinds, config.environment.episode
@@ -67,7 +67,7 @@ async def _round(name: str, config: RunConfig, environments: Environments, tasks
             ready = isinstance(seen, Observation) and bool(seen.messages)
             found = time.monotonic() - began if ready else f"reset gave no observation, but {type(seen).__name__}"
         except (RayloopError, InfrastructureFailure, DataFailure, OSError, RuntimeError, ValueError) as error:
-            found = f"{type(error).__name__}: {error}"[:SHOWN]
+            found = f"{type(error).__name__}: {error.reason if isinstance(error, DataFailure) else error}"[:SHOWN]
         done += 1
         if done == len(tasks):
             waits.set()
