@@ -198,16 +198,21 @@ def acts(text: str, screen: Screen = ARPO) -> list[tuple[Action, ...]]:
     found = parsed(text, screen)
     if (name := found[-1].name) in _ENDINGS:
         return [(_ENDINGS[str(name)],)]
-    return [tuple(_done(one.code, screen)) for one in found]
+    return [_done(one.code, screen) for one in found]
 
 
-def _done(code: str, screen: Screen) -> Iterator[Action]:
-    """The calls of pyautogui in the code, which cuts pixels to whole ones; none when a thought or a text made other code of it."""
+def _done(code: str, screen: Screen) -> tuple[Action, ...]:
+    """Nothing where a thought or a text made other code of it."""
     try:
-        body = ast.parse(code).body
-        lines = [(line.value.func.attr, *_values(line.value)) for line in body if _is_call(line)]  # type: ignore[attr-defined]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
+        return tuple(_calls(code, screen))
+    except (SyntaxError, ValueError, TypeError, AttributeError, ArithmeticError, LookupError, RecursionError, MemoryError):
+        return ()
+
+
+def _calls(code: str, screen: Screen) -> Iterator[Action]:
+    """What the calls of pyautogui in the code do, which cuts pixels to whole ones. Raises whatever other code leads to."""
+    body = ast.parse(code).body
+    lines = [(line.value.func.attr, *_values(line.value)) for line in body if _is_call(line)]  # type: ignore[attr-defined]
     if len(lines) + sum(isinstance(line, ast.Import) or _is_text(line) for line in body) < len(body):
         return
 
@@ -219,7 +224,7 @@ def _done(code: str, screen: Screen) -> Iterator[Action]:
     for name, given, named in lines:
         match name:
             case "click" | "doubleClick":
-                yield Click(place(*given), named.get("button", "left"), 2 if name == "doubleClick" else 1)
+                yield Click(place(*given), "right" if named.get("button") == "right" else "left", 2 if name == "doubleClick" else 1)
             case "moveTo":
                 at = place(*given)
                 if not any(other == "dragTo" for other, *_ in lines):

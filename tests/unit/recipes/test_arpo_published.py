@@ -53,6 +53,16 @@ def test_a_thought_that_becomes_code_is_never_run(thought: str) -> None:
         acts(f"Thought: {thought}\nAction: press(key='a')")
 
 
+@pytest.mark.parametrize(
+    "call",
+    ["click('a', 'b')", "click()", "click(1e999, 1)", "write(5)", "hotkey(5)", "scroll('x', x=1)", "moveTo(*[1, 2])", "keyDown()"],
+)
+def test_code_that_a_text_smuggles_in_is_nothing_at_worst(call: str) -> None:
+    assert acts(f"Thought: '''\npyautogui.{call}\n'''\nAction: hotkey(key='a')") == [()]
+    typed = acts(rf"Thought: t\nAction: type(content='\\\\'); pyautogui.{call} #')".replace(r"\n", "\n"))
+    assert all(isinstance(one, Type) for call in typed for one in call)
+
+
 class Recorded(ScreenEnvironment):
     """A screen of 1920x1080 that keeps what is done on it."""
 
