@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from rayloop.core.protocols import ScoreContext
@@ -165,6 +166,7 @@ def turns(seed: int, count: int) -> list[str]:
 
 
 @needs_originals
+@pytest.mark.timeout(600)
 def test_random_turns_are_read_as_arpo_reads_them() -> None:
     original, reward = Original(), ArpoReward(ArpoReward.Settings(variant="original"))
     different = []
