@@ -75,13 +75,16 @@ class EnvironmentActor(Actor):
         A failure has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most. Raises WorkerSpent at once."""
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
-        first = FirstTurn(len(requests), self._images) if len(requests) > 1 and self._settings.max_turns == 1 else None
+        first = FirstTurn(len(requests), self._images) if len(requests) > 1 and self._for(requests[0]).max_turns == 1 else None
         timeout = self._timeout * REQUEST_SHARE
         engines = [LeasedEngine(request, lease, driver, timeout, self._images, first) for request in requests]
         prompts = FirstPrompts(self._renderer)
         episodes = (self._episode(_own(one), engine, prompts) for one, engine in zip(requests, engines, strict=True))
         played = await asyncio.gather(*episodes)
         return [summary for summary, _ in played], *(trajectory for _, trajectory in played)
+
+    def _for(self, request: RolloutRequest) -> EpisodeSettings:
+        return self._settings.model_copy(update=request.episode)
 
     async def _episode(
         self, request: RolloutRequest, engine: LeasedEngine, prompts: FirstPrompts
@@ -94,7 +97,7 @@ class EnvironmentActor(Actor):
             async def playing() -> tuple[Trajectory, float]:
                 async with self._room:
                     began = time.monotonic()
-                    played = await play(request, environment, self._renderer, self._settings, engine.generate, prompts)
+                    played = await play(request, environment, self._renderer, self._for(request), engine.generate, prompts)
                     return played, time.monotonic() - began
 
             trajectory, seconds = await bounded(self._timeout, playing(), late)

@@ -270,12 +270,13 @@ class Driver:
         """Play the held-out tasks when due, before the first and after the last step, and when the run is ``ending`` early."""
         if not self.held_out:
             return
-        due, last = self.step % self.config.evaluation.every == 0, self.done or ending
+        setting, last = self.config.evaluation, self.done or ending
+        due = self.step % setting.every == 0 and (setting.first or self.step > 0)
         if not (last or due) or (ending and due):
             return
-        controls = self.config.evaluation.controls and (last or self.step == 0)
+        controls = setting.controls and (last or self.step == 0)
         images: dict[str, bytes] = {}
-        asked = plays(self.config, self.held_out, controls=controls, samples=self.config.evaluation.samples)
+        asked = plays(self.config, self.held_out, controls=controls, samples=setting.samples)
         report = self.rollouts.alarms.held_out
         playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found), report)
         self.owes_evaluation = True

@@ -103,7 +103,7 @@ class Services:
         self._watching = asyncio.create_task(self.nodes.watch())
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
-            lambda options: create(RolloutActor, options, c.model, c.engine, c.weight_sync.transport, self.weights),
+            lambda options: create(RolloutActor, options, c.model, c.engine, c.transport, self.weights),
             admit_engine,
         )  # fmt: skip
         self.environment = self._pool(
@@ -184,7 +184,7 @@ class TrainingServices(Services):
         super().__init__(config, folder, emit)
         c = config
         settings = RankSettings(
-            c.model, c.trainer, c.optimizer, c.policy.loss, c.weight_sync.transport, self.weights, c.seed,
+            c.model, c.trainer, c.optimizer, c.policy.loss, c.transport, self.weights, c.seed,
             adapter_reference=c.reference_kind == "adapter_off",
         )  # fmt: skip
         placement, ranks = c.policy.placement, c.policy.ranks

@@ -51,7 +51,7 @@ class WeightSync:
 
     @cached_property
     def _transport(self) -> WeightTransport[Any]:
-        return transport(self.config.weight_sync.transport, self.services.weights)
+        return transport(self.config.transport, self.services.weights)
 
     async def send(self, version: Version) -> None:
         """Load ``version`` into all engines in service. Raises WeightSyncError, and PolicyLost when weights were lost."""

@@ -124,7 +124,7 @@ def _emit(folder: RunFolder, end: RayloopError, trace: str = "") -> None:
 def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterator[Progress]:
     """The console of a run; it shows the run folder before Ray starts, which takes a while."""
     sampling = config.rollout.sampling
-    held_out = sampling.sampling(greedy=config.evaluation.greedy)
+    held_out = config.in_evaluation.rollout.sampling.sampling(greedy=config.evaluation.greedy)
     with Progress(config.steps, sampled(sampling.temperature), sampled(held_out.temperature)) as progress:
         progress.note(f"run folder {folder.path}")
         progress.note(f"joining Ray at {address}" if address else "starting Ray on this machine")

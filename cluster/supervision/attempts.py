@@ -22,6 +22,7 @@ from rayloop.rollout.scheduler import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, jsonable
 from rayloop.run.held_out import Play
+from rayloop.run.lifetime import EPISODES, below
 
 T = TypeVar("T")
 Begins = Callable[[RolloutRequest], None]
@@ -237,7 +238,7 @@ async def play(
 
 def _request(config: RunConfig, asked: Play, id: TrajectoryId) -> RolloutRequest:
     seed = derive(config.seed, "evaluation", asked.task.id, *([asked.sample] if asked.sample else []))
-    return RolloutRequest(asked.task, id, 0, seed, asked.sampling)
+    return RolloutRequest(asked.task, id, 0, seed, asked.sampling, episode=dict(below(config.evaluation.over, EPISODES)))
 
 
 def _item(asked: Play, member: Member, records: Sequence[RolloutRecord]) -> Item:

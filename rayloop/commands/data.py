@@ -115,7 +115,8 @@ def solvable_options(options: Sequence[str]) -> tuple[argparse.Namespace, list[s
 
 
 def keep_solvable(chosen: argparse.Namespace) -> None:
-    """Rewrite ``out/train.jsonl``. Rows without a scored answer are kept. Raises ConfigError, RayloopError."""
+    """Rewrite ``out/train.jsonl``, with how often each row was ``solved`` and ``played``. Rows without a scored answer are kept.
+    Raises ConfigError, RayloopError."""
     file = chosen.out / "train.jsonl"
     if not file.is_file():
         raise ConfigError(f"--solvable-by: {file} is not there; it keeps the solvable ones of the training rows")
@@ -123,13 +124,17 @@ def keep_solvable(chosen: argparse.Namespace) -> None:
     folder = chosen.by if (chosen.by / ITEMS).is_file() else _played(chosen, file)
     score, least = right(read(chosen.config, []).evaluation.solved if chosen.config else "success")
     items = read_items(folder / ITEMS)
-    played, solved = {item.task for item in items}, solved_tasks(items, score, least)
-    kept = [row for row in rows if row["id"] in solved or row["id"] not in played]
+    counts, asked = solved_tasks(items, score, least), {item.task for item in items}
+    kept = [{**row, **_counted(counts.get(row["id"]))} for row in rows if row["id"] not in asked or counts.get(row["id"], (0,))[0]]
     if not kept:
         raise ConfigError(f"--solvable-by: {folder} solved none of the {len(rows)} rows of {file} ({score} >= {least:g})")
     write_whole(file, "".join(json.dumps(row) + "\n" for row in kept).encode())
-    unknown = sum(row["id"] not in played for row in rows)
+    unknown = sum(row["id"] not in asked for row in rows)
     print(f"{file}: {len(kept)} of {len(rows)} rows are solved at least once" + (f", {unknown} unknown" if unknown else ""))
+
+
+def _counted(counts: tuple[int, int] | None) -> dict[str, int]:
+    return {} if counts is None else {"solved": counts[0], "played": counts[1]}
 
 
 def _played(chosen: argparse.Namespace, file: Path) -> Path:

@@ -1,4 +1,4 @@
-"""``env list|play``: which environments there are, and one episode of them played by a person."""
+"""``env list|play|check``: which environments there are, one episode of them played by a person, many started at once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rayloop.commands import env_check
 from rayloop.commands.arguments import add_overrides
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import Observation, StepResult
@@ -42,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     play.add_argument("--row", type=int, default=1, help="with a run: row of data.train, counted from 1 (default: 1)")
     play.add_argument("--pictures", type=Path, metavar="DIR", help="write pictures there, also in a colour terminal")
     play.set_defaults(run=_play)
+    checked = actions.add_parser("check", help="start the environments of a run on this machine, and reset each")
+    env_check.add_arguments(checked)
 
 
 def _list(arguments: argparse.Namespace) -> int:

@@ -194,7 +194,8 @@ class TrajectoryId:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One episode to play: what the driver sends to an environment actor. ``cohort`` is the group's size in deterministic mode."""
+    """One episode to play: what the driver sends to an environment actor. ``cohort`` is the group's size in deterministic mode;
+    ``episode`` has values that replace those of ``environment.episode``."""
 
     task: Task
     id: TrajectoryId
@@ -202,6 +203,7 @@ class RolloutRequest:
     seed: int
     sampling: Sampling
     cohort: int | None = None
+    episode: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

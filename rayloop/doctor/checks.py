@@ -115,7 +115,7 @@ def shape(config: RunConfig) -> Shape | None:
 
 def checkpoint_bytes(config: RunConfig, model: Shape) -> int:
     """Bytes of one checkpoint: what is trained and its optimizer state, in float32."""
-    return FLOAT * model.trained(config.policy.engine) * (3 if config.policy.optimizer.kind == "adamw" else 1)
+    return FLOAT * model.trained(config.policy.engine) * 3
 
 
 def tensor_bytes(config: RunConfig, model: Shape) -> int:

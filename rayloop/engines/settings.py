@@ -87,9 +87,6 @@ class VllmEngineSettings(EngineChoice):
     kind: Literal["vllm"] = "vllm"
     max_sequences: int = Field(256, ge=1)
     """Sequences decoded together. Lower it when memory runs out; above a step's trajectories per engine it does nothing."""
-    inflight: Literal["recompute", "keep_kv"] = "recompute"
-    """Requests that run while new weights are loaded continue under them. recompute: their cache is computed anew; keep_kv: they
-    keep the one that the old weights made, and no other request sees it."""
     extra: dict[str, Any] = {}
     """Further arguments of vLLM's ``AsyncEngineArgs``, by their names there. ``gpu_memory_utilization``: share of the GPU's memory
     (on CPU: of the machine's) that must be free at the start, 0.9 by default; lower it when something else needs that memory.
@@ -205,7 +202,7 @@ class OpenAiHttpEngineSettings(EngineChoice):
     api_key_env: str | None = None
     """Environment variable that holds the key, on the nodes of the rollout actors. None: the server wants no key."""
     dtype: Dtype = "bfloat16"
-    """What the server computes in: decides how far its log-probs may be from the trainer's (``weight_sync.tolerance``)."""
+    """What the server computes in: decides how far its log-probs may be from the trainer's (``weight_sync.logprob_check``)."""
     interface: Literal["chat", "tokens"] = "chat"
     """chat: messages and images go out, text comes back, there are no log-probs; ``model.path`` must have a ChatML template
     (Qwen's). tokens: token ids go out, token ids and log-probs come back, as with vLLM's server, which needs ``--logprobs-mode
@@ -261,8 +258,8 @@ GenerationSettings = Annotated[
 class OptimizerSettings(SettingsModel):
     """Learning rate, its schedule and AdamW. A step has ``update.epochs`` * ``update.mini_batches`` optimizer updates."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """adamw for training; sgd keeps no state and is for tests and for comparing gradients."""
+    kind: ClassVar[Literal["adamw", "sgd"]] = "adamw"
+    """sgd keeps no state: for comparing gradients, in a class derived from this one."""
     lr: float = Field(1e-6, gt=0)
     """Learning rate. The default suits full training of models with billions of parameters; small models and LoRA need more
     (docs/choosing_settings.md)."""

@@ -191,7 +191,7 @@ class _Episode:
     async def _turn(self, index: int) -> EndReason | None:
         """Sample one turn and let the environment answer it. Returns why the episode ends, None when it goes on."""
         completion = await self._sample(index)
-        if completion.finish is FinishReason.LENGTH and len(self.token_ids) >= self.settings.max_tokens:
+        if completion.finish is FinishReason.LENGTH and self._room() <= 0:
             return EndReason.OVER_LENGTH
         try:
             step: StepResult = await self._call("step", self._text(completion), timeout=self.settings.step_timeout)
@@ -219,8 +219,7 @@ class _Episode:
             affinity=str(self.request.id.group),
             seed=derive(self.request.seed, "turn", index),
         )
-        room = self.settings.max_tokens - len(self.token_ids)
-        most = min(self.sampling.max_tokens, room)
+        most = min(self.sampling.max_tokens, self._room())
         sampling = dataclasses.replace(self.sampling, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most))
         completion = await self.generate(prompt, sampling)
         tokens, logprobs = completion.token_ids, completion.logprobs
@@ -242,8 +241,7 @@ class _Episode:
             raise EnvironmentFailed(f"the environment of task {task} returned a broken image: {error}") from error
         full = len(self.images) + len(rendered.images) > self.settings.max_images
         anew = await self._anew(completion, rendered) if full and self.settings.when_full == "forget" else None
-        before = self.token_ids if anew is None else anew.token_ids
-        if len(before) + len(rendered.token_ids) >= self.settings.max_tokens:
+        if len(rendered.token_ids) >= self._room(anew):
             return EndReason.OVER_LENGTH
         if full and anew is None:
             return EndReason.MAX_IMAGES
@@ -253,6 +251,14 @@ class _Episode:
         self._append(messages[-1].role if messages else "user", rendered)
         self.exchanges.append(Exchange(completion.token_ids, messages, rendered))
         return None
+
+    def _room(self, anew: Rendered | None = None) -> int:
+        """Tokens that the episode may still have, in the context ``anew`` if there is one."""
+        room = self.settings.max_tokens - len(self.token_ids if anew is None else anew.token_ids)
+        if (most := self.settings.max_response_tokens) is None:
+            return room
+        answered = [turn for turn in self.turns[1:] if not turn.restart]
+        return min(room, most - sum(len(turn.token_ids) for turn in answered))
 
     async def _anew(self, completion: Completion, observation: Rendered) -> Rendered | None:
         """The context up to ``completion`` with room for the images of ``observation``."""

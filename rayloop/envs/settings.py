@@ -1,10 +1,11 @@
-"""Settings of the episode loop. Light: no torch."""
+"""Settings of the episode loop, and of the sampling of its turns. Light: no torch."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rayloop.config.settings import Component, Role, SettingsModel
+from rayloop.core.types import Sampling
 
 ENVIRONMENT = Role("environment", ("reset", "step", "evaluate", "close"))
 
@@ -39,6 +40,9 @@ class EpisodeSettings(SettingsModel):
     """A longer rendered prompt is excluded with its size, never truncated."""
     max_tokens: int = Field(8192, gt=0)
     """Tokens per episode, prompt and observations included; beyond it the episode ends as over_length."""
+    max_response_tokens: int | None = Field(None, gt=0)
+    """Tokens of all turns and observations together, the prompt left out; beyond it the episode ends as over_length. None: what
+    ``max_tokens`` leaves. For published runs that have such a limit."""
     max_images: int = Field(32, ge=0)
     """Images in the policy's context; with an observation beyond it the episode does what ``when_full`` says."""
     when_full: Literal["end", "forget"] = "end"
@@ -50,3 +54,20 @@ class EpisodeSettings(SettingsModel):
     """Seconds for making the environment, and again for ``reset``. Raise it for what starts slowly, such as a desktop."""
     step_timeout: float = Field(60.0, gt=0)
     """Seconds for one ``step`` or ``evaluate``. Keep it above the environment's own ``tool_timeout``, which then passes first."""
+
+
+class SamplingSettings(SettingsModel):
+    """How the policy samples a turn."""
+
+    temperature: float = Field(1.0, gt=0, le=2)
+    """The policy's temperature, in sampling and training (2 is vLLM's limit). Lower it only when answers fall apart."""
+    max_tokens: int = Field(64, gt=0)
+    """Sampled tokens per turn. Raise it when answers are cut (``response_length/clip_ratio``)."""
+    min_tokens: int = Field(0, ge=0)
+    """A turn cannot end before this many tokens. Raise it only against empty answers: it changes the policy that is trained."""
+    stop: tuple[str, ...] = ()
+    """A turn ends when its text contains one of these, and keeps it. For tool calls that end with a tag."""
+
+    def sampling(self, *, greedy: bool = False) -> Sampling:
+        """The same for an engine; ``greedy``: at temperature 0."""
+        return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)

@@ -100,12 +100,11 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
     group = lengths.prompt * copies + algorithm.group_size * lengths.response
     update = math.ceil(algorithm.groups_per_step * group / ranks / config.policy.update.mini_batches)
     row = max(min(engine.micro_batch, update), lengths.whole)
-    moments = ADAM if config.policy.optimizer.kind == "adamw" else 0
     return {
         "process": HEAVY,
         "weights": MASTER * (shape.parameters + (trained if engine.lora else 0)) // ranks,
         "gradients": MASTER * trained // ranks,
-        "optimizer": moments * trained // ranks,
+        "optimizer": ADAM * trained // ranks,
         "activations": activations(
             engine,
             config.policy.placement.num_gpus > 0,

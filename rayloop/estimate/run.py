@@ -90,10 +90,11 @@ def plan(config: RunConfig, found: Measured | None, step_seconds: float | None =
     is as long as the configuration allows: an upper bound."""
     algorithm, update, steps = config.algorithm, config.policy.update, config.steps
     episode = config.environment.episode
-    response = min(episode.max_turns * config.rollout.sampling.max_tokens, episode.max_tokens)
+    most = min(episode.max_tokens, episode.max_response_tokens or episode.max_tokens)
+    response = min(episode.max_turns * config.rollout.sampling.max_tokens, most)
     prompt = episode.max_tokens - response if episode.max_turns > 1 else episode.max_prompt_tokens
     every = config.evaluation.every
-    evaluations = 1 + math.ceil(steps / every) if every else 0
+    evaluations = config.evaluation.first + math.ceil(steps / every) if every else 0
     seconds = None if step_seconds is None else step_seconds * steps
     if seconds is None and found is not None:
         seconds = found.seconds * algorithm.target / found.trajectories * steps + found.evaluation * evaluations

@@ -54,7 +54,7 @@ class AlarmSettings(CollapseSettings):
     logprobs: Limit = Limit()
     """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
     three steps. After ten steps without such samples four tasks are played for it. Without ``warn``: 1e-3 in
-    float32, 0.1 in bfloat16, or ``weight_sync.tolerance`` if that is higher."""
+    float32, 0.1 in bfloat16."""
 
     @field_validator("flags", mode="before")
     @classmethod

@@ -225,6 +225,11 @@ def pass_rates(items: Iterable[Item], score: str, least: float, arm: str = SAMPL
     return {k: interval([pass_at(len(task), sum(task), k) for task in tasks]) for k in counts}
 
 
-def solved_tasks(items: Iterable[Item], score: str, least: float) -> set[str]:
-    """The tasks with at least one right answer, of any arm that shows the right image."""
-    return {item.task for item in items if score in item.scores and item.scores[score] >= least}
+def solved_tasks(items: Iterable[Item], score: str, least: float) -> dict[str, tuple[int, int]]:
+    """By task: its right answers, and all that have the score, of any arm that shows the right image."""
+    found: dict[str, tuple[int, int]] = {}
+    for item in items:
+        if score in item.scores:
+            right, played = found.get(item.task, (0, 0))
+            found[item.task] = right + (item.scores[score] >= least), played + 1
+    return found

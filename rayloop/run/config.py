@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from rayloop.config.settings import Component, LocalPath, Role, SettingsModel, check_components, load
-from rayloop.core.types import Sampling
 from rayloop.engines.machine import per_process
 from rayloop.engines.settings import (
     EngineChoice,
@@ -21,7 +20,7 @@ from rayloop.engines.settings import (
     OwnEngine,
     TransformersEngineSettings,
 )
-from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings
+from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.settings import (
     AdvantageChoice,
@@ -34,15 +33,18 @@ from rayloop.grpo.settings import (
 from rayloop.loggers.settings import LoggersSettings
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.lifetime import (
+    EPISODES,
+    SAMPLING,
     CheckpointSettings,
     EvaluationSettings,
     PreemptionSettings,
     RecoverySettings,
     ReportSettings,
+    below,
     check_durations,
     with_time_to_compile,
 )
-from rayloop.transports.settings import ObjectStoreTransport, Placed, TransportSettings, problems
+from rayloop.transports.settings import BroadcastTransport, ObjectStoreTransport, Placed, TransportSettings, problems
 
 
 class DataSettings(SettingsModel):
@@ -64,23 +66,6 @@ class DataSettings(SettingsModel):
     def shuffle(self) -> bool:
         """Whether each epoch has an order of its own."""
         return self.order != "file"
-
-
-class SamplingSettings(SettingsModel):
-    """How the policy samples a turn."""
-
-    temperature: float = Field(1.0, gt=0, le=2)
-    """The policy's temperature, in sampling and training (2 is vLLM's limit). Lower it only when answers fall apart."""
-    max_tokens: int = Field(64, gt=0)
-    """Sampled tokens per turn. Raise it when answers are cut (``response_length/clip_ratio``)."""
-    min_tokens: int = Field(0, ge=0)
-    """A turn cannot end before this many tokens. Raise it only against empty answers: it changes the policy that is trained."""
-    stop: tuple[str, ...] = ()
-    """A turn ends when its text contains one of these, and keeps it. For tool calls that end with a tag."""
-
-    def sampling(self, *, greedy: bool = False) -> Sampling:
-        """The same for an engine; ``greedy``: at temperature 0."""
-        return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)
 
 
 class Placement(SettingsModel):
@@ -191,10 +176,9 @@ class WeightSyncSettings(SettingsModel):
     timeout: float = Field(600.0, gt=0)
     """Seconds for an engine to take over synced weights. Raise it for large models over slow networks."""
     logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
-    """The log-prob check at the start. stop: the run ends when engines and trainer disagree. self_test: also perturb each group of
+    """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in bfloat16. stop: the run ends when
+    engines and trainer disagree. self_test: also perturb each group of
     parameters (not for large bfloat16 models). warn: as self_test, but go on."""
-    tolerance: float | None = Field(None, gt=0)
-    """Mean |log-prob difference| allowed; None: 1e-3 in float32, 0.05 in bfloat16. Raise it when rounding is the known reason."""
 
 
 def _name(text: str) -> str:
@@ -253,10 +237,30 @@ class RunConfig(SettingsModel):
         engine = self.rollout.engine
         if isinstance(engine, Component):
             return OwnEngine(component=engine, dtype=self.policy.engine.dtype)
-        made = engine.placed(self.rollout.placement.num_gpus, self.environment.episode.max_tokens)
+        made = engine.placed(self.rollout.placement.num_gpus, self.longest)
         if isinstance(made, TransformersEngineSettings) and made.threads is None:
             return made.model_copy(update={"threads": self._threads(self.rollout.placement, self.rollout.actors)})
         return made
+
+    @property
+    def in_evaluation(self) -> RunConfig:
+        """The run as its evaluations play it: with the values of ``evaluation.over``."""
+        if not (over := self.evaluation.over):
+            return self
+        environment, rollout = self.environment, self.rollout
+        episode = environment.episode.model_copy(update=dict(below(over, EPISODES)))
+        sampling = rollout.sampling.model_copy(update=dict(below(over, SAMPLING)))
+        return self.model_copy(
+            update={
+                "environment": environment.model_copy(update={"episode": episode}),
+                "rollout": rollout.model_copy(update={"sampling": sampling}),
+            }
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of an episode that an engine must have room for, those of evaluations included."""
+        return max(each.environment.episode.max_tokens for each in (self, self.in_evaluation))
 
     @property
     def reference_kind(self) -> Literal["none", "actor", "adapter_off"]:
@@ -270,6 +274,12 @@ class RunConfig(SettingsModel):
         """``policy.optimizer``, whose schedule is as long as the run."""
         update = self.policy.update
         return self.policy.optimizer.over(self.steps * update.epochs * update.mini_batches)
+
+    @property
+    def transport(self) -> TransportSettings:
+        """``weight_sync.transport``, whose waits fit into ``weight_sync.timeout``."""
+        chosen = self.weight_sync.transport
+        return chosen.within(self.weight_sync.timeout) if isinstance(chosen, BroadcastTransport) else chosen
 
     @property
     def trainer(self) -> FsdpSettings:
@@ -297,7 +307,7 @@ class RunConfig(SettingsModel):
     @property
     def tolerance(self) -> float:
         """Mean |log-prob difference| that counts as log-prob check."""
-        return self.weight_sync.tolerance or (0.05 if self.rounds else 1e-3)
+        return 0.05 if self.rounds else 1e-3
 
     @property
     def rounds(self) -> bool:
@@ -307,14 +317,14 @@ class RunConfig(SettingsModel):
     @property
     def drift(self) -> float:
         """Mean |log-prob difference| of fresh samples that raises an alarm (docs/algorithm.md, section 10)."""
-        return max(self.weight_sync.tolerance or 0.0, 0.1 if self.rounds else 1e-3)
+        return 0.1 if self.rounds else 1e-3
 
 
 def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConfig:
     """The checked configuration, with the files ``over`` laid over it. Raises ConfigError with file and line."""
     config = load(path, overrides, RunConfig, over)
     check_components(config)
-    check_durations(config)
+    check_durations(config.in_evaluation)
     return config
 
 
@@ -334,12 +344,13 @@ def _problems(c: RunConfig) -> Any:
         )
     if c.evaluation.every and not c.data.eval:
         yield "evaluation.every is set, but data.eval names no rows"
-    episode, room = c.environment.episode, c.rollout.sampling.max_tokens
-    if episode.max_prompt_tokens + room > episode.max_tokens:
-        yield (
-            f"a prompt of max_prompt_tokens ({episode.max_prompt_tokens}) and one turn of sampling.max_tokens ({room}) make "
-            f"{episode.max_prompt_tokens + room} tokens, above episode.max_tokens ({episode.max_tokens})"
-        )
+    for where, each in {"": c, " in evaluations (evaluation.over)": c.in_evaluation}.items():
+        episode, room = each.environment.episode, each.rollout.sampling.max_tokens
+        if episode.max_prompt_tokens + room > episode.max_tokens:
+            yield (
+                f"a prompt of max_prompt_tokens ({episode.max_prompt_tokens}) and one turn of sampling.max_tokens ({room}) make "
+                f"{episode.max_prompt_tokens + room} tokens{where}, above episode.max_tokens ({episode.max_tokens})"
+            )
     per = a.filtering.groups_per_generation or a.groups_per_step
     if per * a.filtering.max_generation_batches * a.group_size < a.target * a.filtering.min_fraction:
         yield (
@@ -354,7 +365,7 @@ def _engine_problems(c: RunConfig) -> Any:
     if c.rollout.deterministic and not c.engine.cohorts:
         yield (f"rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, {c.engine.label} does not")
     if isinstance(engine := c.rollout.engine, EngineChoice):
-        yield from engine.problems(c.rollout.placement.num_gpus, c.environment.episode.max_tokens)
+        yield from engine.problems(c.rollout.placement.num_gpus, c.longest)
 
 
 def _transport_problems(c: RunConfig) -> Any:

@@ -28,13 +28,13 @@ class Play:
 
 def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int) -> list[Play]:
     """The right image per task, swapped ones with ``controls``, and ``samples`` sampled answers (not greedy: of RIGHT)."""
-    greedy = config.evaluation.greedy
-    sampling = config.rollout.sampling.sampling(greedy=greedy)
+    greedy, settings = config.evaluation.greedy, config.in_evaluation.rollout.sampling
+    sampling = settings.sampling(greedy=greedy)
     arms = {RIGHT: list(tasks)}
     if controls:
         arms |= {SAME: swapped(tasks, config.seed, same=True), OTHER: swapped(tasks, config.seed, same=False)}
     asked = [Play(arm, task, sampling) for arm, members in arms.items() for task in members]
-    arm, first, drawn = (SAMPLED, 0, config.rollout.sampling.sampling()) if greedy else (RIGHT, 1, sampling)
+    arm, first, drawn = (SAMPLED, 0, settings.sampling()) if greedy else (RIGHT, 1, sampling)
     return asked + [Play(arm, task, drawn, sample) for sample in range(first, samples) for task in tasks]
 
 

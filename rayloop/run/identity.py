@@ -25,7 +25,7 @@ FILES = {
 """Of the model folder ``model.path``, by what they decide."""
 FIXED = (
     "model.min_pixels", "model.max_pixels", "model.position_tint", "policy.engine.train_vision", "policy.engine.lora.",
-    "policy.optimizer.kind", "seed", "data.order",
+    "seed", "data.order",
 )  # fmt: skip
 """Keys that may not change within a run; with a dot at the end, all below, and whether there are any."""
 FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets", "policy.engine.lora.vision")

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from rayloop.config.settings import Component, LocalPath, SettingsModel
 from rayloop.core.failures import ConfigError
+from rayloop.envs.settings import EpisodeSettings, SamplingSettings
 
 COMPILING = ("vllm", "sglang")
 """Engines that compile and capture graphs when they start on a GPU."""
@@ -53,11 +54,50 @@ def _solved(text: str) -> str:
     return text
 
 
+EPISODES, SAMPLING = "environment.episode", "rollout.sampling"
+CHANGEABLE: Mapping[str, tuple[type[SettingsModel], frozenset[str]]] = {
+    EPISODES: (EpisodeSettings, frozenset(EpisodeSettings.model_fields) - {"environment"}),
+    SAMPLING: (SamplingSettings, frozenset(SamplingSettings.model_fields)),
+}
+"""The sections whose keys an evaluation can change, their classes, and those keys."""
+
+
+def below(over: Mapping[str, Any], section: str) -> Iterator[tuple[str, Any]]:
+    """Names and values of ``evaluation.over`` that are keys of ``section``."""
+    for key, value in over.items():
+        where, _, name = key.rpartition(".")
+        if where == section:
+            yield name, value
+
+
+def _over(written: dict[str, Any]) -> dict[str, Any]:
+    """The values as their own classes read them."""
+    read: dict[str, Any] = {}
+    for key, value in written.items():
+        section, _, name = key.rpartition(".")
+        model, names = CHANGEABLE.get(section, (SettingsModel, frozenset[str]()))
+        if name not in names:
+            known = "; ".join(f"{at}.({', '.join(sorted(names))})" for at, (_, names) in CHANGEABLE.items())
+            raise ValueError(f"{key!r} is no key that an evaluation can change. Those are {known}, each written as one word")
+        try:
+            read[key] = getattr(model.model_validate({name: value}), name)
+        except ValidationError as error:
+            raise ValueError(f"{key}: got {value!r}: {error.errors()[0]['msg']}") from error
+    return read
+
+
 class EvaluationSettings(SettingsModel):
     """The evaluation on held-out rows during the run."""
 
     every: int = Field(0, ge=0)
     """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
+    first: bool = True
+    """Whether there is an evaluation before the first step; false is verl's ``val_before_train: false``. Without it no gain is
+    reported."""
+    over: Annotated[dict[str, Any], AfterValidator(_over)] = {}
+    """Keys of ``environment.episode`` and ``rollout.sampling`` that evaluations have other values of, those of ``eval`` and its
+    benchmarks included: ``{environment.episode.max_turns: 30, rollout.sampling.temperature: 0.5}``. A temperature needs ``greedy:
+    false``, or ``samples``."""
     limit: int | None = Field(None, gt=0)
     """Rows evaluated, evenly over sources and file, always the same; None: all. Set it when evaluation takes too long."""
     patience: int | None = Field(None, ge=1)
@@ -166,7 +206,6 @@ DURATIONS = (
     Duration(EPISODE, "a whole episode", "it hangs: played again; an actor that has not said so 90 s later is replaced", STALL),
     Duration("reward.timeout", "scoring one trajectory, tried twice", "unscored as `timeout`, or the failing value", STALL, 2),
     Duration(STEP, "a trainer's step, a checkpoint, an export", "the ranks are rebuilt from the checkpoint", STALL),
-    Duration("weight_sync.transport.timeout", "each bucket of a broadcast", "the object store's copy is loaded", SYNC),
     Duration(SYNC, "an engine's taking over of weights", "the engine is replaced", STALL),
     Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced"),
     Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),
@@ -214,8 +253,6 @@ def table(config: BaseModel) -> str:
     """The table of docs/choosing_settings.md, with the values of ``config``."""
     lines = ["| key | default | seconds for | when they are over | shorter than |", "|---|---|---|---|---|"]
     for each in DURATIONS:
-        default = value_of(config, each.key)
-        seconds = f"{default:g}" if default is not None else "120 (collective)"
         shorter = f"`{each.within}`" if each.within else ""
-        lines.append(f"| `{each.key}` | {seconds} | {each.what} | {each.then} | {shorter} |")
+        lines.append(f"| `{each.key}` | {value_of(config, each.key):g} | {each.what} | {each.then} | {shorter} |")
     return "\n".join(lines) + "\n"

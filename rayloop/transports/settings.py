@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, Tag
+from pydantic import PrivateAttr, Tag
 
 from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 
@@ -56,9 +56,22 @@ class BroadcastTransport(TransportChoice):
     bucket_bytes: ClassVar[int] = 2**30
     """Tensors travel together in buckets of this size, which sender and receivers hold once more; a larger tensor has one of its
     own. Smaller buckets cost a round trip each."""
-    timeout: float = Field(120.0, gt=0)
-    """Seconds that a member waits for the others, to meet and for each bucket of 1 GiB, before the broadcast fails and the object
-    store's copy is loaded. Raise it for slow networks; it must be less than ``weight_sync.timeout``."""
+    share: ClassVar[float] = 0.2
+    """Of ``weight_sync.timeout``: how long a member waits for the others, to meet and for each bucket, before the broadcast fails
+    and the object store's copy is loaded."""
+
+    _timeout: float = PrivateAttr(120.0)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds of each such wait."""
+        return self._timeout
+
+    def within(self, seconds: float) -> Self:
+        """The same whose waits are its ``share`` of so many seconds."""
+        made = self.model_copy()
+        made._timeout = self.share * seconds
+        return made
 
 
 class CollectiveTransport(BroadcastTransport):

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError
+from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL
 from rayloop.envs.osworld.environment import rows
 from rayloop.recipes import write_rows
+from rayloop.recipes.arpo.prepare import ORIGINAL, Prompt
 
+PROMPTS = {"ui-tars": UI_TARS_OR_FAIL, "original": ORIGINAL}
 NEEDED = {"id", "instruction", "evaluator"}
 """Keys of a task."""
 
@@ -22,10 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument("--from", dest="folder", type=Path, required=True, help="OSWorld's evaluation_examples")
     parser.add_argument("--list", type=Path, default=Path("test_all.json"), help="list of tasks (default: %(default)s)")
+    parser.add_argument("--prompt", choices=PROMPTS, default="ui-tars", help="prompt of the rows (default: %(default)s)")
     parser.add_argument("--max-samples", type=int, metavar="N", help="tasks at most, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
     chosen = parser.parse_args(arguments)
-    made = tasks(chosen.folder, chosen.list)
+    made = tasks(chosen.folder, chosen.list, PROMPTS[chosen.prompt])
     if chosen.max_samples is not None and chosen.max_samples < len(made):
         keep = set(random.Random(chosen.seed).sample(range(len(made)), chosen.max_samples))
         made = [row for number, row in enumerate(made) if number in keep]
@@ -33,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def tasks(folder: Path, name: Path) -> list[dict[str, Any]]:
+def tasks(folder: Path, name: Path, prompt: Prompt = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:
     """Rows {id, data_source (the domain), prompt, osworld} of a list beside or below ``folder``. Raises ConfigError."""
     file = next((path for path in (folder / name, name) if path.is_file()), None)
     if file is None:
         raise ConfigError(f"--list {name}: no such file, nor in {folder}")
     try:
-        made = rows(file)
+        made = rows(file, prompt)
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{file} is no list of tasks, {{domain: [id, ...]}}: {error}") from error
     for row in made:

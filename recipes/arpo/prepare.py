@@ -17,7 +17,11 @@ ROWS = {"train": 900, "val": 72}
 """Numbers of rows in the shipped splits."""
 
 
-def rows(split: str, count: int, prompt: str = INSTRUCTION, pages: tuple[str, ...] = PAGES) -> Iterator[Mapping[str, Any]]:
+Prompt = str | list[dict[str, str]]
+"""A row's: one text, or messages."""
+
+
+def rows(split: str, count: int, prompt: Prompt = INSTRUCTION, pages: tuple[str, ...] = PAGES) -> Iterator[Mapping[str, Any]]:
     """``count`` rows in turn over the pages. Seeds begin with the split's name, so no split has a page of another."""
     for number in range(count):
         page, index = pages[number % len(pages)], number // len(pages)
@@ -25,8 +29,14 @@ def rows(split: str, count: int, prompt: str = INSTRUCTION, pages: tuple[str, ..
         yield {"id": seed, "data_source": page, "prompt": prompt, "page": page, "seed": seed}
 
 
-PROMPTS = {"bare": INSTRUCTION, "ui-tars": UI_TARS}
-"""UI-TARS's own for models that know it; explanations are of no use to a tiny one."""
+_PUBLISHED = Path(__file__).parent / "prompts"
+ORIGINAL: Prompt = [
+    {"role": role, "content": (_PUBLISHED / f"{name}.txt").read_text(encoding="utf-8")}
+    for role, name in (("system", "system"), ("user", "uitars"))
+]
+"""ARPO's messages before the first screen, for environments with ``variant: original``. Texts: dvlab-research/ARPO (Apache-2.0)."""
+PROMPTS: Mapping[str, Prompt] = {"bare": INSTRUCTION, "ui-tars": UI_TARS, "original": ORIGINAL}
+"""UI-TARS's own for models that know it, or that of ARPO; explanations are of no use to a tiny one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

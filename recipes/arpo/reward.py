@@ -9,8 +9,8 @@ from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
 from rayloop.envs.grammar.actions import Mistake
+from rayloop.envs.grammar.arpo import Broken, parsed
 from rayloop.envs.grammar.scanner import read
-from rayloop.recipes.arpo.original import Broken, parsed
 
 
 class ArpoReward:

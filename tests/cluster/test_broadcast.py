@@ -15,7 +15,7 @@ from tests.support.weight_sync import Stage
 
 pytestmark = pytest.mark.timeout(300)
 
-COLLECTIVE: dict[str, Any] = {"kind": "collective", "timeout": 5}
+COLLECTIVE: dict[str, Any] = {"kind": "collective"}
 GROUP = "_membership._name"
 """Of a receiver: the process group in which it is, None when it has left."""
 
@@ -28,7 +28,7 @@ def _cluster() -> Iterator[None]:
 
 
 def test_a_receiver_killed_during_a_broadcast_is_replaced_and_the_others_are_served(tmp_path: Path) -> None:
-    stage = Stage(tmp_path, 2, COLLECTIVE)
+    stage = Stage(tmp_path, 2, COLLECTIVE, timeout=25.0)
 
     async def play() -> None:
         await stage.sync_weights(1)

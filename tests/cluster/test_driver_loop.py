@@ -12,7 +12,7 @@ import pytest
 
 from rayloop.cluster.driver import Driver
 from rayloop.core.failures import ConfigError
-from rayloop.core.types import Version
+from rayloop.core.types import Task, Version
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.records.step_metrics import Collected
@@ -91,6 +91,28 @@ def test_a_run_ends_when_held_out_rewards_get_no_better_and_keeps_the_best(tmp_p
     assert [found.step for found in driver.checkpoints.newest_first()] == [4, 2]
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_000002"
     assert (tmp_path / "events.jsonl").read_text(encoding="utf-8").count('"early_stop"') == 1
+
+
+@pytest.mark.parametrize(("first", "steps"), [(True, [0, 2, 3]), (False, [2, 3])])
+def test_the_evaluation_before_the_first_step_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool, steps: list[int]
+) -> None:
+    played = list[int]()
+
+    async def play(asked: Any, config: Any, player: Any, step: int, *_: Any) -> list[Item]:
+        played.append(step)
+        return [Item(RIGHT, "t", "", reward=0.5)]
+
+    monkeypatch.setattr("rayloop.cluster.driver.play", play)
+    config = settings(tmp_path, tmp_path, steps=3)
+    config["data"]["eval"] = config["data"]["train"]
+    config["evaluation"] = {"every": 2, "first": first}
+    (tmp_path / "evaluations").mkdir()
+    driver = made_driver(RunConfig.model_validate(config), tmp_path, services=Services())
+    driver.held_out = [Task("t", ())]
+    for driver.step in range(4):
+        asyncio.run(driver.evaluate())
+    assert played == steps
 
 
 @pytest.mark.parametrize("clear", [False, True])

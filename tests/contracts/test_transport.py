@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "object_store": {"kind": "object_store"},
     "filesystem": {"kind": "filesystem"},
-    "collective": {"kind": "collective", "timeout": 5},
+    "collective": {"kind": "collective"},
     "cuda_ipc": {"kind": "cuda_ipc"},
     "page": {"use": "shared_folder.py:SharedFolder"},
 }
@@ -57,7 +57,7 @@ def chosen(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def stage(kind: str, folder: Path) -> Stage:
-    return Stage(folder, 2, chosen(kind, folder), gpus=0.25 if kind == "cuda_ipc" else 0.0)
+    return Stage(folder, 2, chosen(kind, folder), gpus=0.25 if kind == "cuda_ipc" else 0.0, timeout=25.0)
 
 
 @pytest.mark.usefixtures("_cluster")

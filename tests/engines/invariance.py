@@ -19,7 +19,7 @@ from rayloop.engines.settings import FsdpSettings, OptimizerSettings
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 from rayloop.grpo.balance import MemberLength, shares
 from rayloop.grpo.settings import LossSettings
-from tests.engines.training import SMALL, VERSION, engine, mixed_items, run_ranks
+from tests.engines.training import SMALL, VERSION, Sgd, engine, mixed_items, run_ranks
 
 STEPS = 3
 
@@ -30,7 +30,7 @@ class Damped(OptimizerSettings):
     eps: ClassVar[float] = 1e-6
 
 
-OPTIMIZERS = {"sgd": OptimizerSettings(kind="sgd", lr=0.1), "adamw": Damped(lr=1e-3, weight_decay=0.01)}
+OPTIMIZERS = {"sgd": Sgd(lr=0.1), "adamw": Damped(lr=1e-3, weight_decay=0.01)}
 LOSSES = {"sgd": LossSettings(kl_coef=0.05, entropy_coef=0.01), "adamw": LossSettings(aggregation="seq-mean-token-mean")}
 LAYOUTS = {
     "one micro-batch": FsdpSettings(),

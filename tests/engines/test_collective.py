@@ -21,7 +21,7 @@ from rayloop.transports.manifest import manifest
 from rayloop.transports.process_group import RAISING, Membership
 from rayloop.transports.settings import CollectiveTransport
 
-SETTINGS = CollectiveTransport(timeout=1.0)
+SETTINGS = CollectiveTransport().within(5.0)
 
 
 @pytest.fixture(autouse=True)

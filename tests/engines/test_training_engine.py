@@ -27,9 +27,9 @@ from rayloop.engines.training.scorer import FrozenScorer
 from rayloop.grpo.settings import LossSettings
 from tests.engines.prompts import engine as generation
 from tests.engines.prompts import image, prompt, vision_tokens
-from tests.engines.training import VERSION, engine, mixed_items, trajectory
+from tests.engines.training import VERSION, Sgd, engine, mixed_items, trajectory
 
-SGD = OptimizerSettings(kind="sgd", lr=0.1)
+SGD = Sgd(lr=0.1)
 
 
 def _same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -132,7 +132,7 @@ def test_the_gradient_is_clipped(tiny_text: Path) -> None:
     items = [TrainItem(trajectory(tiny_text, 1, [(5, None, 6)]), 1.0)]
     moved = {}
     for clip in (1e-3, 2e-3):
-        with engine(tiny_text, optimizer=OptimizerSettings(kind="sgd", lr=1.0, grad_clip=clip)) as trainer:
+        with engine(tiny_text, optimizer=Sgd(lr=1.0, grad_clip=clip)) as trainer:
             before = trainer.export(VERSION)
             report = trainer.train([items])
             after = trainer.export(VERSION)

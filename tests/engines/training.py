@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,13 @@ from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSetti
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.grpo.settings import LossSettings
 from tests.engines.prompts import image
+
+
+class Sgd(OptimizerSettings):
+    """Keeps no state: a step is the gradient times ``lr``."""
+
+    kind: ClassVar[Literal["adamw", "sgd"]] = "sgd"
+
 
 SMALL = {"hidden": 64, "heads": 2, "intermediate": 128, "layers": 2, "vision_hidden": 64, "vision_heads": 2,
          "vision_depth": 2, "vision_intermediate": 96}  # fmt: skip

@@ -76,6 +76,44 @@ def test_an_episode(make: Make, tmp_path: Path) -> None:
     ], "points of the 1932x1092 picture, and each action once"
 
 
+def test_results_lie_where_osworlds_scripts_look_for_them(make: Make, tmp_path: Path) -> None:
+    results = tmp_path / "results/pyautogui/screenshot/ui-tars"
+    environment = make(results=str(results), tasks=str(tmp_path))
+    (tmp_path / "chrome").mkdir()
+    (tmp_path / "chrome/7.json").write_text(json.dumps(dict(task().extra["osworld"]) | {"id": "7"}), encoding="utf-8")
+    for _ in range(2):
+        environment.reset(Task("chrome/7", (Message("user", ("{instruction}",)),), extra={"osworld": "chrome/7"}))
+        environment.step("Action: wait()\n\nhotkey(key='a')")
+        environment.step("Action: finished()")
+        assert not (results / "chrome/7/result.txt").exists(), "an episode that is not over has no result"
+        result = environment.evaluate()
+        environment.close()
+    assert (results / "chrome/7/result.txt").read_text(encoding="utf-8") == f"{result}\n"
+    lines = [json.loads(line) for line in (results / "chrome/7/traj.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(line["step_num"], line["done"]) for line in lines] == [(1, False), (2, False), (3, True)]
+    assert [line["action"] for line in lines] == ["WAIT", "import pyautogui; pyautogui.hotkey('a')", "DONE"]
+    environment.reset(task())
+    assert (results / "unknown/t").is_dir(), "a task in the row, whose domain is not known"
+    environment.close()
+    outside = dict(task().extra["osworld"]) | {"id": "../../../out"}
+    with pytest.raises(DataFailure, match="is not below"):
+        environment.reset(Task("t", (Message("user", ("{instruction}",)),), extra={"osworld": outside}))
+    environment.close()
+
+
+def test_arpos_own_turns_reach_the_machine(make: Make, tmp_path: Path) -> None:
+    environment = make(variant="original", most_actions=3)
+    [message, screen] = environment.reset(task()).messages
+    assert (message.parts, screen.role) == (("Do: Open it.",), "user")
+    assert not environment.step("Action: click(start_box='(966,546)')\n\nscroll(direction='left')").done
+    assert environment.step("Action: call_user()").done
+    assert environment.evaluate() in (0.0, 1.0)
+    environment.close()
+    assert [note["action"] for note in notes(tmp_path, "step")] == [
+        "import pyautogui; pyautogui.click(960, 540, clicks=1, interval=0.05, button='left')", "FAIL",
+    ]  # fmt: skip
+
+
 def test_typed_text_stays_a_text() -> None:
     """Never source: whatever the policy writes is one constant of the program that the machine runs."""
     for text in ("'; import os; os.system('id') #", '"""', "\\", "a\nb", "{x}", "äöü'); os.system('id'); ('", "\u2028"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -20,12 +21,18 @@ STEPS, KILLS = 8, 3
 
 def deterministic(folder: Path, model: Path) -> dict[str, Any]:
     folder.mkdir()
-    return settings(
-        folder, model, steps=STEPS, rollout__deterministic=True,
+    rows = [json.dumps({"id": f"e{i}", "digits": [i, 1]}) + "\n" for i in range(3)]
+    (folder / "eval.jsonl").write_text("".join(rows), encoding="utf-8")
+    over = {"rollout.sampling.temperature": 0.5, "environment.episode.max_response_tokens": 20}
+    made = settings(
+        folder, model, steps=STEPS, environment__episode__max_response_tokens=50,
+        evaluation={"every": 3, "first": False, "greedy": False, "samples": 1, "over": over}, rollout__deterministic=True,
         rollout__sampling={"max_tokens": 60, "min_tokens": 1},
         reward__source__with={"seconds": 0.2, "faults": {"train-3": "half", "train-11": "nan"}},
         algorithm__filtering__max_generation_batches=6, policy__update={"epochs": 2, "mini_batches": 2},
     )  # fmt: skip
+    made["data"]["eval"] = str(folder / "eval.jsonl")
+    return made
 
 
 def checkpoints(config: dict[str, Any]) -> list[str]:
@@ -76,6 +83,10 @@ def test_a_run_killed_three_times_equals_one_that_never_was(tmp_path: Path, digi
     assert of_each_step(resumed, TRAINING) == of_each_step(whole, TRAINING)
     assert trained_ids(resumed) == trained_ids(whole)
     assert resumed.named("finished")[0]["ledger"] | {"attempts": 0} == whole.named("finished")[0]["ledger"]
+
+    held_out = [{e["step"]: e["val/reward/mean"] for e in each.named("evaluated")} for each in (whole, resumed)]
+    assert held_out[0] == held_out[1]
+    assert list(held_out[0]) == [3, 6, STEPS]
 
     expected, found = trainer_state(whole), trainer_state(resumed)
     assert expected.keys() == found.keys()

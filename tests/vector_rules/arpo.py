@@ -9,7 +9,7 @@ from typing import Any
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
-from rayloop.recipes.arpo.original import Broken, add_box_token, parsed, resized
+from rayloop.envs.grammar.arpo import Broken, add_box_token, parsed, resized
 from rayloop.recipes.arpo.reward import ArpoReward
 from tests.vector_rules.entries import Entry, Rule, Unknown
 

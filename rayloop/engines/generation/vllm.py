@@ -89,7 +89,7 @@ class VllmEngine:
             raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
         if len(prompt.token_ids) >= self._limit:
             raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
-        given, parameters = self._prompt(prompt, tokens, images, version), _parameters(prompt, sampling)
+        given, parameters = self._prompt(prompt, tokens, images), _parameters(prompt, sampling)
         # Nothing is awaited between here and the version above: pause() sees the request, or the request sees the pause.
         number, failed = str(next(self._serial)), self._failed_loads
         entered = self._entering[number] = asyncio.Event()
@@ -122,14 +122,13 @@ class VllmEngine:
         """Does nothing: vLLM batches."""
 
     async def pause(self) -> None:
-        """Running requests are frozen. With ``inflight: recompute`` their cache is dropped, and all others' as well. Those that
-        vLLM is still preparing are let in first: they carry the salt and the version of the present weights."""
+        """Running requests are frozen. Their cache is dropped, and all others' as well. Those that vLLM is still
+        preparing are let in first: they carry the version of the present weights."""
         self._open.clear()
-        clear = self._settings.inflight == "recompute"
         try:
             for entered in list(self._entering.values()):
                 await entered.wait()
-            await answered(self._llm, self._llm.pause_generation(mode="keep", clear_cache=clear))
+            await answered(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
         except BaseException:
             self._open.set()  # waiting requests then fail, instead of waiting for a resume that never comes
             raise
@@ -172,13 +171,9 @@ class VllmEngine:
         """End vLLM's processes."""
         self._llm.shutdown(timeout=0)
 
-    def _prompt(
-        self, prompt: TokenPrompt, tokens: Sequence[int], images: Sequence[Image.Image], version: Version
-    ) -> dict[str, Any]:
+    def _prompt(self, prompt: TokenPrompt, tokens: Sequence[int], images: Sequence[Image.Image]) -> dict[str, Any]:
         """What vLLM calls a tokens prompt: one image token per image, which it expands, and the images."""
         given: dict[str, Any] = {"prompt_token_ids": tokens}
-        if self._settings.inflight == "keep_kv":
-            given["cache_salt"] = str(version)
         if prompt.images:
             given["multi_modal_data"] = {"image": list(images)}
             given["multi_modal_uuids"] = {"image": [image.ref.sha256 for image in prompt.images]}

@@ -15,7 +15,7 @@ from rayloop.envs.browser.host import Host, host_of
 from rayloop.envs.browser.inputs import NotHere, pause
 from rayloop.envs.browser.tab import Files, PageHangs, PageTooLarge, Screen, Size, Tab
 from rayloop.envs.grammar.actions import Action, CallUser, Finish
-from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings, first
+from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 
 LONGEST_TREE = 20_000
 """Characters of an accessibility tree; the rest is cut."""
@@ -65,7 +65,11 @@ class PageEnvironment(ScreenEnvironment):
         instruction, screen, tree = host.run(self._start(tab), 2 * self._settings.browser.load_timeout)
         self._seen(screen)
         self._sound = True
-        return first(task, instruction, *self._parts(screen, tree))
+        return self._first(task, instruction, *self._parts(screen, tree))
+
+    def screen_size(self) -> tuple[int, int]:
+        """Of the page's window."""
+        return self.size.width, self.size.height
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
         """Raises NotHere; ToolDeadline when what the policy did makes the page hang or fill the memory."""

@@ -14,7 +14,7 @@ from rayloop.core.types import ImageSource, Task
 from rayloop.envs.desktop.session import Desktop, DesktopLimits, DesktopLost, DesktopSpoiled, missing
 from rayloop.envs.desktop.tasks import SHIPPED, DesktopTask, StartFile, TaskFile, score, task_file
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
-from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings, first
+from rayloop.envs.grammar.screens import ScreenEnvironment, ScreenSettings
 from rayloop.sandbox import bubblewrap
 
 TICKS = 5
@@ -77,7 +77,11 @@ class DesktopTasks(ScreenEnvironment):
             screen = self._look(0)
         except DesktopSpoiled as error:
             raise DesktopLost(f"before the policy did anything: {error}") from error
-        return first(task, self._task.instruction, screen)
+        return self._first(task, self._task.instruction, screen)
+
+    def screen_size(self) -> tuple[int, int]:
+        """As the settings say."""
+        return self._settings.limits.width, self._settings.limits.height
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
         """An impossible action is an error, with a screenshot after others; a desktop broken from inside ends the episode."""

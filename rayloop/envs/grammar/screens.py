@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,8 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import smart_resize
-from rayloop.envs.grammar.actions import Action, Mistake, Point
+from rayloop.envs.grammar.actions import Action, Mistake, Point, Sleep
+from rayloop.envs.grammar.arpo import Broken, Screen, acts
 from rayloop.envs.grammar.scanner import read
 
 INSTRUCTION = "{instruction}"
@@ -104,6 +106,11 @@ class ScreenSettings(SettingsModel):
     """The role under which the chat template shows screens: some templates know no ``tool``."""
     max_actions: int = Field(8, ge=1)
     """Actions in one turn; a turn with more is answered with an error. Raise it for models that plan ahead."""
+    variant: Literal["corrected", "original"] = "corrected"
+    """original: as in ARPO, for models that it trained. Turns are read by its own rules, mistakes included; one that cannot be read
+    ends the episode; the first screen is a message of its own."""
+    most_actions: int | None = Field(None, ge=1)
+    """Of ``original``: actions of an episode, after which it ends; those of ARPO have 15."""
 
 
 class ScreenEnvironment:
@@ -112,10 +119,12 @@ class ScreenEnvironment:
     Derive from it: ``_carry_out``."""
 
     def __init__(self, settings: ScreenSettings) -> None:
-        self._screen = settings
+        self._screen, self._acted = settings, 0
 
     def step(self, text: str) -> StepResult:
         """Carry out a turn. A text that is no turn, or asks for what the screen cannot do, is an error that the policy sees."""
+        if self._screen.variant == "original":
+            return self._original(text)
         turn = read(text)
         if isinstance(turn, Mistake):
             return self._refused(str(turn))
@@ -125,6 +134,26 @@ class ScreenEnvironment:
             return self._carry_out(turn.actions)
         except ValueError as error:
             return self._refused(str(error))
+
+    def _original(self, text: str) -> StepResult:
+        """A call that does nothing still takes the time of an action, after which the screen is shown."""
+        wide, high = self.screen_size()
+        columns, rows = self._screen.pointing.size(wide, high)
+        try:
+            done = acts(text, Screen((columns, rows), (wide, high)))
+        except Broken as error:
+            return StepResult(error=f"this is no turn: {error}", done=True)
+        self._acted += len(done)
+        unit = [_moved(one, lambda at: Point(at.x * columns / wide, at.y * rows / high)) for call in done for one in call]
+        try:
+            step = self._carry_out(unit or [Sleep()])
+        except ValueError as error:
+            step = self._refused(str(error))
+        return dataclasses.replace(step, done=True) if self._acted >= (self._screen.most_actions or math.inf) else step
+
+    def screen_size(self) -> tuple[int, int]:
+        """Width and height of the screen, in pixels."""
+        raise NotImplementedError
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
         """``actions``: as the model wrote them. Raises ValueError, in words for the policy."""
@@ -136,9 +165,11 @@ class ScreenEnvironment:
     def _refused(self, why: str, *seen: ImageSource) -> StepResult:
         return StepResult(self._shown(f"Error: {why}", *seen), error=why)
 
-
-def first(task: Task, instruction: str, *seen: str | ImageSource) -> Observation:
-    """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one, and what is ``seen`` behind it."""
-    *before, last = task.messages
-    texts = [part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts]
-    return Observation((*before, Message(last.role, (*texts, *seen))))
+    def _first(self, task: Task, instruction: str, *seen: str | ImageSource) -> Observation:
+        """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one, and what is ``seen`` behind it."""
+        self._acted = 0
+        *before, last = task.messages
+        texts = [part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts]
+        if self._screen.variant == "original":
+            return Observation((*before, Message(last.role, tuple(texts)), Message(self._screen.role, seen)))
+        return Observation((*before, Message(last.role, (*texts, *seen))))

@@ -1,8 +1,11 @@
 """OSWorld as an environment, never exercised on a real machine: its tasks, UI-TARS actions, screenshots, OSWorld's own result."""
 
+from __future__ import annotations
+
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,51 @@ from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Task
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
-from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, first
+from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment
 from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, machines_of
+
+
+@dataclass
+class Trace:
+    """An episode as OSWorld's own scripts leave it: DOMAIN/ID/traj.jsonl, a line an action, and result.txt, which its
+    show_result.py adds up. A further episode of the task replaces both. Without ``folder`` nothing is written."""
+
+    folder: Path | None = None
+    steps: int = 0
+
+    @classmethod
+    def of(cls, results: str, name: str) -> Trace:
+        """Of the task ``name`` (domain/id) below the folder ``results``, if there is one. Raises DataFailure."""
+        if not results:
+            return cls()
+        root = local_path(results).resolve()
+        folder = (root / name).resolve()
+        if folder == root or not folder.is_relative_to(root):
+            raise DataFailure(name, f"its results would lie at {folder}, which is not below {root}")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in ("traj.jsonl", "result.txt"):
+            (folder / file).unlink(missing_ok=True)
+        return cls(folder)
+
+    def step(self, action: str, done: bool) -> None:
+        """Append an action, as it was sent."""
+        if self.folder is None:
+            return
+        self.steps += 1
+        line = {
+            "step_num": self.steps,
+            "action_timestamp": time.strftime("%Y%m%d@%H%M%S"),
+            "action": action,
+            "reward": 0,
+            "done": done,
+        }
+        with open(self.folder / "traj.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def end(self, result: float) -> None:
+        """Write the result."""
+        if self.folder is not None:
+            (self.folder / "result.txt").write_text(f"{result}\n", encoding="utf-8")
 
 
 class OSWorld(ScreenEnvironment):
@@ -28,18 +74,27 @@ class OSWorld(ScreenEnvironment):
         self._machines = machines_of(settings)
         self._machine: Machine | None = None
         self._broken = False
+        self._trace = Trace()
 
     def reset(self, task: Task) -> Observation:
         """Tries other machines, with growing pauses between. Raises DataFailure, MachineLost when all attempts failed."""
         config = self._config(task)
+        name = task.extra["osworld"]
+        own = name if isinstance(name, str) else f"{config.get('domain', 'unknown')}/{config['id']}"
+        self._trace = Trace.of(self._settings.results, own)
         screen = self._begin(config)
-        return first(task, str(config["instruction"]), ImageSource(data=screen))
+        return self._first(task, str(config["instruction"]), ImageSource(data=screen))
+
+    def screen_size(self) -> tuple[int, int]:
+        """As the settings say."""
+        return self._settings.width, self._settings.height
 
     def _carry_out(self, actions: Sequence[Action]) -> StepResult:
         """Each action is sent once; OSWorld may carry it out twice after a broken connection. Raises MachineLost."""
         screen = b""
         for line in [self._line(action) for action in actions]:
             header, screen = self._ask("step", self._settings.step_timeout, action=line, pause=self._settings.pause)
+            self._trace.step(line, bool(header["done"]))
             if header["done"]:
                 return StepResult(done=True)
         return StepResult(self._shown(ImageSource(data=screen)))
@@ -47,7 +102,8 @@ class OSWorld(ScreenEnvironment):
     def evaluate(self) -> float:
         """OSWorld's result, 0 to 1. Raises MachineLost where OSWorld raises: that is no 0."""
         header, _ = self._ask("evaluate", self._settings.evaluate_timeout)
-        return float(header["result"])
+        self._trace.end(result := float(header["result"]))
+        return result
 
     def close(self) -> None:
         """Give the machine back, or end it when a call of it failed."""
@@ -113,10 +169,10 @@ class OSWorld(ScreenEnvironment):
         return found
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def rows(path: Path, prompt: object = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:
     """Rows of a data file from one of OSWorld's lists of tasks, ``{domain: [id, ...]}``. Raises OSError, ValueError."""
     names = [f"{domain}/{name}" for domain, ids in json.loads(path.read_text(encoding="utf-8")).items() for name in ids]
-    return [{"id": name, "prompt": UI_TARS_OR_FAIL, "osworld": name} for name in names]
+    return [{"id": name, "prompt": prompt, "osworld": name} for name in names]
 
 
 TICKS = 5

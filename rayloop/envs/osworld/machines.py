@@ -40,6 +40,9 @@ class OSWorldSettings(ScreenSettings):
     """Further arguments of DesktopEnv for all machines, such as ``region``, ``headless`` or ``os_type``."""
     cache: str = "/tmp/rayloop-osworld"
     """A folder of this node for OSWorld's downloads and logs; each machine gets a folder of its own in it."""
+    results: str = ""
+    """A folder that all nodes see, for each task's ``DOMAIN/ID/result.txt`` and ``traj.jsonl`` as OSWorld's own scripts write them;
+    its show_result.py reads ``RESULTS/pyautogui/screenshot/MODEL``. Empty: none. For evaluations."""
     width: int = Field(1920, ge=640)
     """Pixels of the machines' screen from left to right; OSWorld's tasks were made for 1920."""
     height: int = Field(1080, ge=480)

@@ -482,6 +482,14 @@ def test_a_group_that_is_decoded_as_one_batch_arrives_as_one(text_folder: Path) 
     assert engine.left == ["3"] * 8
 
 
+def test_a_request_may_have_values_of_its_own_for_the_episode(text_folder: Path) -> None:
+    player, engine = actor(text_folder, max_turns=1), Engine()
+    longer = [dataclasses.replace(one, episode={"max_turns": 2}) for one in EIGHT[:2]]
+    turns = [[one.turns for one in group(player, asked, engine)[0] if isinstance(one, Summary)] for asked in (longer, EIGHT[:2])]
+    assert turns == [[2, 2], [1, 1]]
+    assert len(engine.together) == 1, "only the first turn of one-turn episodes is asked for together"
+
+
 def test_settings_are_checked_when_the_actor_starts(text_folder: Path) -> None:
     with pytest.raises(ValueError, match="unknown"):
         actor(text_folder, {"use": "rayloop.envs.single_turn:SingleTurn", "with": {"unknown": 1}})

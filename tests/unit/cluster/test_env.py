@@ -95,3 +95,27 @@ def test_equal_seeds_give_equal_tasks(word: str) -> None:
     name = next(iter(found.names))
     assert found.play(name, 3) == found.play(name, 3)
     assert found.play(name, 3)[1].id != found.play(name, 4)[1].id
+
+
+def checked(folder: Path, steps: str, *words: str) -> int:
+    (folder / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n', encoding="utf-8")
+    environment = f"environment: {{episode: {{environment: {steps}}}}}"
+    reward = "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}"
+    run = f"{{name: mine, steps: 1, model: {{path: nowhere}}, data: {{train: {folder}/rows.jsonl}}, {environment}, {reward}}}"
+    (folder / "run.yaml").write_text(run, encoding="utf-8")
+    return main(["env", "check", str(folder / "run.yaml"), *words])
+
+
+def test_the_environments_of_a_run_are_started_and_reset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(tmp_path, "{use: 'rayloop.envs.scripted:ScriptedTool', with: {steps: [{text: more}]}}", "--count", "5") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" in ")[0] for line in said] == [f"round {number}: 5 of 5 environments ready" for number in (1, 2)]
+    assert checked(tmp_path, "{use: 'rayloop.envs.scripted:ScriptedTool'}", "--count", "0") == 2
+
+
+def test_what_is_not_ready_is_counted_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = "{use: 'rayloop.envs.browser.miniwob:MiniWob'}"
+    assert checked(tmp_path, missing, "--count", "3", "--rounds", "1") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "round 1: 0 of 3 environments ready"
+    assert "3 not ready: DataFailure: " in said[1]

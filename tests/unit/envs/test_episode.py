@@ -141,6 +141,18 @@ def test_no_turn_is_asked_for_more_tokens_than_it_may_have(renderer: Renderer) -
     assert (engine.requests[0][1].min_tokens, engine.requests[0][1].max_tokens) == (10, 10)
 
 
+def test_the_answers_of_all_turns_have_a_limit_of_their_own(renderer: Renderer) -> None:
+    trajectory, engine = run(
+        renderer, scripted(NEXT), [("a", END), ("b c", LENGTH)], request(max_tokens=1000), max_response_tokens=40
+    )
+    answered = [len(turn.token_ids) for turn in trajectory.turns[1:3]]
+    assert [sampling.max_tokens for _, sampling in engine.requests] == [40, 40 - sum(answered)]
+    assert trajectory.end_reason is EndReason.OVER_LENGTH
+    assert sum(len(turn.token_ids) for turn in trajectory.turns[1:]) == 40
+    trajectory, _ = run(renderer, scripted(NEXT), [("a", END)], max_response_tokens=sum(answered))
+    assert (trajectory.end_reason, len(trajectory.turns)) == (EndReason.OVER_LENGTH, 2), "no room for a turn behind the observation"
+
+
 def test_a_turn_that_ends_exactly_at_the_limit_counts(renderer: Renderer) -> None:
     prompt = len(renderer.prompt(TASK.messages).token_ids)
     answer = len(ScriptedEngine(renderer, []).tokens(("fine", END), 0))

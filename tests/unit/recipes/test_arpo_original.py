@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
-from rayloop.recipes.arpo.original import Broken, add_box_token, parsed, resized
+from rayloop.envs.grammar.arpo import Broken, add_box_token, parsed, resized
 from rayloop.recipes.arpo.reward import ArpoReward
 
 
@@ -33,8 +33,8 @@ def last(text: str) -> list[str]:
         ("hotkey(key='ctrl c')", "pyautogui.hotkey('ctrl', 'c')"),
         ("hotkey(key='arrowleft')", "pyautogui.hotkey('left')"),
         ("hotkey(key='ctrl space')", "pyautogui.hotkey('ctrl', ' ')"),
-        ("keydown(key='space')", "pyautogui.keyDown(' ')"),
-        ("keyup(key='arrowup')", "pyautogui.keyUp('up')"),
+        ("keydown(key='space')", "pyautogui.keyDown('space')"),
+        ("keyup(key='arrowup')", "pyautogui.keyUp('arrowup')"),
         ("type(content='it's')", "time.sleep(0.5)"),
         ("type(content='')", "'''"),
         ("wait()", "# Unrecognized action type: wait"),

@@ -144,7 +144,6 @@ UNFIT = {
     "frozen": (setting("policy.engine.train_vision", False), ["policy.engine.train_vision was None and is False"]),
     "seed": (setting("seed", 5), ["seed was 0 and is 5"]),
     "order": (setting("data.order", "file"), ["data.order was None and is file"]),
-    "optimizer": (setting("policy.optimizer.kind", "sgd"), ["policy.optimizer.kind was adamw and is sgd"]),
     "rows": (rows, ["data.train had 24 usable rows and has 23", "Name the same rows"]),
     "reader": (setting("data.reader.use", "tests.unit.run.test_identity:Fewer"), ["data.train had 24 usable rows and has 23"]),
     "older": (older, ["its schema is older than 1 and this version of rayloop reads 2 and 3", "version that began it", CARRIED]),
