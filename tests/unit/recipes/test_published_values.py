@@ -22,8 +22,6 @@ from tests.support.runs import ROOT
         ("arpo/arpo", "three kept", "checkpoint.keep", 3),
         ("arpo/arpo", "memory (0.6)", "rollout.engine.memory_fraction", 0.6),
         ("arpo/osworld", "max_images (15)", "environment.episode.max_images", 15),
-        ("arc_vision/arc_vision", "which are 20 updates", "policy.optimizer.warmup_steps", 20),
-        ("arc_vision/arc_vision", "engine (SGLang)", "rollout.engine.kind", "sglang"),
         ("chart_rvr/chart_rvr", "falls linearly to 0", "policy.optimizer.schedule", "linear"),
     ],
 )
