@@ -40,14 +40,15 @@ NUMBERS = tuple(
     for said in ("12", "12.0", "12%", "12.3", "twelve", "13", "$12")
     for form in ("<think>It is.</think><answer>{}</answer>", "<answer> {} </answer>", "{}", "<answer>x</answer><answer>{}</answer>")
 )
-CHART = {"question": "How many?", "type": "bar", "table": "", "reasoning": "It is."}
+CHART = {"question": "How many?"}
 JUDGED = "reward.source.with.accuracy={use: rayloop.recipes.pyvision.verifiers:OptionReward}"
 """In place of the judge, whose verdict no benchmark repeats."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training configuration, benchmarks of its recipe, a task, answers, and the component that says ``right`` in each."""
+    """A training configuration, benchmarks of its recipe, a task, answers, and the component that says ``right`` in each.
+    ``changes`` of the training; ``kept``: of the evaluation too, which has the same command line."""
 
     config: str
     benchmarks: tuple[str, ...]
@@ -55,6 +56,7 @@ class Case:
     answers: tuple[str, ...]
     right: str
     changes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 SCREENS = Task("t", (), [0.25, 0.25, 0.5, 0.5], extra={"instruction": "x"})
@@ -64,9 +66,8 @@ CASES = (
         Case(f"arc_vision/{name}", ("screenspot", "screenspot_v2", "screenspot_pro"), SCREENS, BOXES, "iou")
         for name in ("arc_vision", "presets/faithful", "quickstart", "quickstart_original")
     ),
-    Case(
-        "arc_vision/arc_vision", ("screenspot",), SCREENS, BOXES, "iou", ("reward.source.with.variant=library",)
-    ),
+    Case("arc_vision/arc_vision", ("screenspot",), SCREENS, BOXES, "iou", kept=("reward.source.with.variant=library",)),
+    Case("arc_vision/arc_vision", ("screenspot",), SCREENS, BOXES, "iou", kept=("reward.source.with.pixels=thousandths",)),
     *(
         Case(f"pyvision/{name}", ("vstar", "hr_bench_4k", "hr_bench_8k"), QUESTION, OPTIONS, "accuracy", (JUDGED,))
         for name in ("pyvision", "deepeyes")
@@ -81,7 +82,10 @@ READ_IN_PLAY = {"arpo", "desktop", "digits"}
 def scored(config: RunConfig, case: Case, text: str, trajectory: Trajectory) -> float:
     source: Any = config.reward.source.build()
     context = ScoreContext(0, [text])
-    made = source.score([trajectory], case.task, [context]) if config.reward.per == "group" else source.score(trajectory, case.task, context)
+    if config.reward.per == "group":
+        made = source.score_group([trajectory], case.task, [context])
+    else:
+        made = source.score(trajectory, case.task, context)
     outcome = asyncio.run(made) if inspect.isawaitable(made) else made
     outcome = outcome[0] if config.reward.per == "group" else outcome
     assert isinstance(outcome, Scored), outcome
@@ -89,11 +93,14 @@ def scored(config: RunConfig, case: Case, text: str, trajectory: Trajectory) -> 
 
 
 def configured(case: Case, benchmark: str | None) -> RunConfig:
-    over = [recipes.benchmarks()[benchmark]] if benchmark else []
-    return read(ROOT / f"recipes/{case.config}.yaml", list(case.changes) if not benchmark or "variant" in str(case.changes) else [], over)
+    """The training's configuration, or with a benchmark laid over it."""
+    file = ROOT / f"recipes/{case.config}.yaml"
+    if benchmark is None:
+        return read(file, [*case.changes, *case.kept])
+    return read(file, list(case.kept), [recipes.benchmarks()[benchmark]])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.config}{case.changes and '+'}".replace("/", "-"))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.config.replace('/', '-')}{''.join(case.kept)}")
 def test_what_training_pays_the_benchmarks_read(case: Case) -> None:
     paid = [text for text in case.answers if scored(configured(case, None), case, text, LOOKED) > 0.99]
     assert paid, "training pays some of them"
