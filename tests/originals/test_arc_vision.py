@@ -34,7 +34,14 @@ CASES, WRITTEN = 20_000, 300
 EPISODES, EPISODES_WRITTEN = 4_000, 60
 TOLERANCE = {"original": 1e-12, "library": 1e-5}
 """The library's overlap is float32."""
-TERMS = {"r_task": "r_task", "r_tool": "r_tool", "r_gate": "r_gate", "iou": "iou", "tools": "tool_invocations", "penalties": "num_gate_penalties"}
+TERMS = {
+    "r_task": "r_task",
+    "r_tool": "r_tool",
+    "r_gate": "r_gate",
+    "iou": "iou",
+    "tools": "tool_invocations",
+    "penalties": "num_gate_penalties",
+}
 """Ours -> theirs, of the training function."""
 _ODD = ["", ".", "-", "1e-3", "nan", "0.5.5", "\uff11", "\u0663", "0.1-0.2", "1 2", " 3 ", "50%", "inf", "1e400"]
 _LIKELY = [0, 1, 2, 10, 100, 640, 1280, 1919, 1920, 1921, 2560, 3840, 5000, 720, 1080, 1081]

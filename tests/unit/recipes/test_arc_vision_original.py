@@ -23,7 +23,9 @@ from tests.originals.test_arc_vision import FILE, differing, played
 
 RECORDED = json.loads(FILE.read_text(encoding="utf-8"))
 ZOOM = '<tool_call>\n{"name": "zoom_ui_element", "arguments": {"region": [0.0, 0.0, 0.5, 0.5]}}\n</tool_call>'
-INSPECT = '<tool_call>\n{"name": "inspect_element", "arguments": {"region": [0.0, 0.0, 0.5, 0.5], "type": "properties"}}\n</tool_call>'
+INSPECT = (
+    '<tool_call>\n{"name": "inspect_element", "arguments": {"region": [0.0, 0.0, 0.5, 0.5], "type": "properties"}}\n</tool_call>'
+)
 ROW = {"id": "a", "image": "screen.png", "instruction": "close {width}", "bbox": [0.1, 0.1, 0.2, 0.2], "platform": "web"}
 
 
@@ -79,7 +81,7 @@ def test_the_originals_prompt_is_written_behind_the_image(folder: Path) -> None:
 
 def test_a_template_may_name_columns_and_the_images_size_and_place(folder: Path) -> None:
     own = folder / "own.txt"
-    own.write_bytes(b"{platform} {width}x{height} <image> {instruction}: {nothing} {\"a\": 1}")
+    own.write_bytes(b'{platform} {width}x{height} <image> {instruction}: {nothing} {"a": 1}')
     before, image, after = task(folder, template=str(own)).messages[0].parts
     assert isinstance(image, ImageSource)
     assert (before, after) == ("web 640x480 ", ' close {width}: {nothing} {"a": 1}')
@@ -133,7 +135,10 @@ def test_real_results_have_the_originals_names_and_arguments(folder: Path) -> No
     inspected = environment.step(INSPECT)
     assert "25.0% of the image" in texts(inspected)[0]
     assert images(inspected) == 1
-    assert "0.1 seconds later" in texts(environment.step('<tool_call>{"name": "wait_for_ui", "arguments": {"duration": 0.1}}</tool_call>'))[0]
+    assert (
+        "0.1 seconds later"
+        in texts(environment.step('<tool_call>{"name": "wait_for_ui", "arguments": {"duration": 0.1}}</tool_call>'))[0]
+    )
     assert environment.step(INSPECT.replace("properties", "colour")).error
     assert environment.step(ZOOM.replace("zoom_ui_element", "crop")).error
     assert environment.step(ZOOM.replace("region", "box")).error
@@ -154,7 +159,12 @@ def test_an_answer_below_the_gate_is_asked_for_once_more(folder: Path) -> None:
     assert texts(step) == [f"{UNSURE}\nimage 1: 640x480 pixels"]
     assert images(step) == 1
     assert environment.step(answer).done
-    for other in (answer.replace("0.4", "0.9"), answer.replace("0.4", "90%"), answer.partition("<conf")[0], "<confidence>0.1</confidence>"):
+    for other in (
+        answer.replace("0.4", "0.9"),
+        answer.replace("0.4", "90%"),
+        answer.partition("<conf")[0],
+        "<confidence>0.1</confidence>",
+    ):
         assert tools(folder, gate=0.7).step(other).done
     assert tools(folder).step(answer).done
 
