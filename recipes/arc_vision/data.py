@@ -30,13 +30,14 @@ class GroundingRows:
         prompt: str = (
             "{instruction}\nAnswer with the element's box: <bbox>[x1,y1,x2,y2]</bbox>, each number a fraction of width or height."
         )
-        """The user's text. ``{instruction}`` and every other column of the row can be written in it, ``{width}`` and ``{height}`` (the
-        image's, in pixels), and ``<image>`` where the image goes."""
+        """The user's text. ``{instruction}`` and every other column of the row can be written in it, ``{width}`` and ``{height}``
+        (the image's, in pixels), and ``<image>`` where the image goes."""
         template: str = ""
-        """In place of ``prompt``: a file, or a text of ``recipes/arc_vision/prompts``: ``arc_vision`` (the original's, byte for byte),
-        ``qwen2_5_vl``, ``qwen3_vl`` (asking for the boxes that these models write)."""
+        """In place of ``prompt``: a file, or a text of ``recipes/arc_vision/prompts``: ``arc_vision`` (the original's, byte for
+        byte), ``qwen2_5_vl``, ``qwen3_vl`` (asking for the boxes that these models write)."""
         image_first: bool = False
-        """Where a text has no ``<image>``: image before text. Text first lets a small model read the image knowing what to look for."""
+        """Where a text has no ``<image>``: image before text. Text first lets a small model read the image knowing what to look
+        for."""
 
     def __init__(self, settings: GroundingRows.Settings) -> None:
         self._settings = settings

@@ -33,14 +33,14 @@ class ArcVisionTools(ImageTools):
         """What the tools do, how they can be called, and when an answer is not yet one."""
 
         results: Literal["real", "simulated"] = "real"
-        """real: zoom shows the enlarged part, inspect measures, wait waits. simulated: the original's fixed texts, one for each call
-        of a turn; a turn whose calls are no JSON ends the episode."""
+        """real: zoom shows the enlarged part, inspect measures, wait waits. simulated: the original's fixed texts, one for each
+        call of a turn; a turn whose calls are no JSON ends the episode."""
         named: bool = False
-        """Whether ``<use_tool>NAME</use_tool>``, which the original's prompt teaches and its engine never parsed, is carried out: with
-        the original's default arguments. Only with real results."""
+        """Whether ``<use_tool>NAME</use_tool>``, which the original's prompt teaches and its engine never parsed, is carried out:
+        with the original's default arguments. Only with real results."""
         gate: float = Field(0.0, ge=0, le=1)
-        """An answer whose own ``<confidence>`` is below this is not taken: once, the policy sees its box enlarged and answers again. The
-        original's report has 0.7; 0: never, as its code."""
+        """An answer whose own ``<confidence>`` is below this is not taken: once, the policy sees its box enlarged and answers again.
+        The original's report has 0.7; 0: never, as its code."""
 
     def __init__(self, settings: ArcVisionTools.Settings) -> None:
         super().__init__(settings)

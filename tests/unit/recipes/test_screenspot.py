@@ -68,7 +68,8 @@ def test_pro_has_a_cell_of_each_group_and_element(tmp_path: Path) -> None:
     for group in ("Creative", "CAD"):
         rows = [
             {"id": f"{group}_{kind}", "img_filename": "blender_windows/s.png", "bbox": [40, 20, 80, 60], "img_size": [400, 200],
-             "instruction": "go", "instruction_cn": "x", "application": "blender", "platform": "windows", "ui_type": kind, "group": group}
+             "instruction": "go", "instruction_cn": "x", "application": "blender",
+             "platform": "windows", "ui_type": kind, "group": group}
             for kind in ("text", "icon")
         ]  # fmt: skip
         (tmp_path / f"hub/annotations/{group}.json").write_text(json.dumps(rows), encoding="utf-8")
