@@ -191,7 +191,7 @@ class Played:
 
 def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: ArcVisionWeights | None = None) -> Scored:
     """Arc Vision's training reward (jbarnes850/verl at b2577e0). ``corrected`` counts executed calls (a turn's last one) and reads
-    the last turn's answer; the originals count written calls, and read an answer anywhere in the episode, in results of tools too."""
+    the last turn's answer; the originals count written calls, and read an answer anywhere in the episode, tools included."""
     corrected, weights = settings.variant == "corrected", weights or settings.weights
     text = played.texts[-1] if corrected else "\n".join(played.texts)
     written = [[call.lower() for tag in settings.call_tags for call in inside(tag, turn)] for turn in played.texts]

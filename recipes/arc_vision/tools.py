@@ -39,7 +39,7 @@ class ArcVisionTools(ImageTools):
         """Whether ``<use_tool>NAME</use_tool>``, which the original's prompt teaches and its engine never parsed, is carried out:
         with the original's default arguments. Only with real results."""
         gate: float = Field(0.0, ge=0, le=1)
-        """An answer whose own ``<confidence>`` is below this is not taken: once, the policy sees its box enlarged and answers again.
+        """An answer whose ``<confidence>`` is below this is not taken: once, the policy sees its box enlarged and answers anew.
         The original's report has 0.7; 0: never, as its code."""
 
     def __init__(self, settings: ArcVisionTools.Settings) -> None:
