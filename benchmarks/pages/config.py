@@ -66,6 +66,7 @@ COMPONENTS = {
         "rayloop.envs.adapters.mcp:McpTools",
         "rayloop.envs.adapters.openenv:OpenEnv",
         "rayloop.envs.image_tools:ImageTools",
+        "rayloop.recipes.arc_vision.tools:ArcVisionTools",
         "rayloop.envs.browser.miniwob:MiniWob",
         "rayloop.envs.browser.web:WebPage",
         "rayloop.envs.interpreter.environment:PythonInterpreter",

@@ -32,7 +32,7 @@ from rayloop.data.cursor import evenly
 from rayloop.data.dataset import Dataset
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.alarms import grader_error
-from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, pass_rates, summarise, table
+from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, over_cells, pass_rates, summarise, table
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RolloutDump, make_folder
@@ -105,8 +105,10 @@ def _more(config: RunConfig, tasks: Sequence[Task], items: Sequence[Item]) -> di
         name: {task.id: " ".join(str(task.extra.get(part, "")) for part in name.split("+")) for task in tasks}
         for name in setting.by
     }
+    by = {name: by_column(items, values) for name, values in columns.items()}
     return {
-        "by": {name: by_column(items, values) for name, values in columns.items()},
+        "by": by,
+        "cells": {name: over_cells(rows) for name, rows in by.items() if "+" in name},
         "pass_at": pass_rates(items, *right(setting.solved), SAMPLED if setting.greedy else RIGHT),
         "solved": "{} >= {:g}".format(*right(setting.solved)),
         "cut": sum(item.cut for item in items),

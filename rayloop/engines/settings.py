@@ -270,8 +270,8 @@ class OptimizerSettings(SettingsModel):
     weight_decay: float = Field(0.0, ge=0)
     """Pulls weights to 0; with LoRA, the adapter. Seldom needed in short runs."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer updates over which the learning rate grows linearly from lr / warmup_steps to lr. Some tens, when the first
-    updates are large."""
+    """Steps of the run over which the learning rate grows linearly to lr, with each of their updates. Some, when the first updates
+    are large."""
     schedule: Literal["constant", "cosine", "wsd"] = "constant"
     """After the warm-up. wsd (warm-up, stable, decay): constant, then linear to 0 over the last 0.3. Keep
     constant while you do not know how long a run will be."""
@@ -285,10 +285,10 @@ class OptimizerSettings(SettingsModel):
         """Length of the schedule in optimizer updates, warm-up included; None: the schedule stays constant."""
         return self._updates
 
-    def over(self, updates: int) -> OptimizerSettings:
-        """The same with a schedule that ends after so many updates."""
-        made = self.model_copy()
-        made._updates = updates
+    def over(self, steps: int, updates: int = 1) -> OptimizerSettings:
+        """The same with a schedule that ends after ``steps`` steps of so many ``updates`` each; its ``warmup_steps`` are updates."""
+        made = self.model_copy(update={"warmup_steps": self.warmup_steps * updates})
+        made._updates = steps * updates
         return made
 
 

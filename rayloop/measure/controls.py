@@ -108,6 +108,12 @@ def by_column(items: Sequence[Item], values: Mapping[str, str]) -> Table:
     return {kind: means(item for item in right if values.get(item.task, "") == kind) for kind in kinds}
 
 
+def over_cells(rows: Table) -> dict[str, float]:
+    """Score -> mean of the rows' means, each weighing the same: the average of published tables with a cell for each kind."""
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    return {name: fmean(row[name][0] for row in rows.values() if name in row) for name in names}
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A score of the ``tasks`` common to two evaluations: its means, and ``gain``, the mean paired difference with its interval."""
@@ -172,6 +178,8 @@ def table(summary: dict[str, Any]) -> list[str]:
         lines += ["by source, right image:", *_rows("  ", summary["sources"])]
     for column, rows in summary.get("by", {}).items():
         lines += [f"by {column}, right image:", *_rows("  ", rows)]
+        if average := summary.get("cells", {}).get(column):
+            lines.append(f"  mean of these {len(rows)}  " + "  ".join(f"{score} {mean:.3f}" for score, mean in average.items()))
     for k, found in summary.get("pass_at", {}).items():
         lines.append(f"pass@{k}  {_shown(found)}  (an answer is right with {summary['solved']})")
     if cut := summary.get("cut"):

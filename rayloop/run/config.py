@@ -273,7 +273,7 @@ class RunConfig(SettingsModel):
     def optimizer(self) -> OptimizerSettings:
         """``policy.optimizer``, whose schedule is as long as the run."""
         update = self.policy.update
-        return self.policy.optimizer.over(self.steps * update.epochs * update.mini_batches)
+        return self.policy.optimizer.over(self.steps, update.epochs * update.mini_batches)
 
     @property
     def transport(self) -> TransportSettings:

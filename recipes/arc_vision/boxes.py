@@ -22,6 +22,7 @@ Size = tuple[float, float]
 _NUMBER = r"\s*(\d{1,4}(?:\.\d{1,20})?)\s*"
 _FOUR = r"\[" + ",".join([_NUMBER] * 4) + r"\]"
 _TAG = re.compile(rf"<bbox>\s*{_FOUR}\s*</bbox>")
+_CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*(%?)\s*</confidence>")
 _QWEN = re.compile(rf'"bbox_2d"\s*:\s*{_FOUR}')
 
 
@@ -62,6 +63,16 @@ def answered(text: str, size: Size | None = None) -> tuple[Box | None, str]:
             return None, "unknown_size"
         x1, y1, x2, y2 = x1 / size[0], y1 / size[1], x2 / size[0], y2 / size[1]
     return ((x1, y1, x2, y2), "") if x1 < x2 <= 1 and y1 < y2 <= 1 else (None, "unparsable")
+
+
+def confidence(text: str) -> float | None:
+    """What the policy says of itself, 0..1: ``<confidence>0.9</confidence>``, or 90, or 90%. None when it says nothing."""
+    said = _CONFIDENCE.findall(text)
+    if not said:
+        return None
+    number, percent = said[-1]
+    value = float(number) / 100 if percent or float(number) > 1 else float(number)
+    return value if value <= 1 else None
 
 
 def grounding(answer: Box | None, truth: Box) -> dict[str, float]:

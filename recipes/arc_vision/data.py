@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping
 from numbers import Real
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import DataFailure
+from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.protocols import Box
-from rayloop.core.types import Message, Task
-from rayloop.data.dataset import field, image_entry
+from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.dataset import PLACEHOLDER, field, image_entry
+from rayloop.data.images import probe
+
+PROMPTS = Path(__file__).parent / "prompts"
+"""Texts that ``template`` names."""
 
 
 class GroundingRows:
@@ -25,22 +30,27 @@ class GroundingRows:
         prompt: str = (
             "{instruction}\nAnswer with the element's box: <bbox>[x1,y1,x2,y2]</bbox>, each number a fraction of width or height."
         )
-        """The user's text; ``{instruction}`` is replaced by the row's."""
+        """The user's text. ``{instruction}`` and every other column of the row can be written in it, ``{width}`` and ``{height}``
+        (the image's, in pixels), and ``<image>`` where the image goes."""
+        template: str = ""
+        """In place of ``prompt``: a file, or a text of ``recipes/arc_vision/prompts``: ``arc_vision`` (the original's, byte for
+        byte), ``qwen2_5_vl``, ``qwen3_vl`` (asking for the boxes that these models write)."""
         image_first: bool = False
-        """Image before text. Text first lets a small model read the image knowing what to look for."""
+        """Where a text has no ``<image>``: image before text. Text first lets a small model read the image knowing what to look
+        for."""
 
     def __init__(self, settings: GroundingRows.Settings) -> None:
         self._settings = settings
+        self._prompt = _template(settings.template) if settings.template else settings.prompt
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task with a box. Raises DataFailure."""
         flat = _flat(row, where) if "extra_info" in row else row
         instruction = str(field(flat, "instruction", where))
-        text = self._settings.prompt.replace("{instruction}", instruction)
         image = image_entry(field(flat, "image", where), where, root)
         return Task(
             str(field(flat, "id", where)),
-            (Message("user", (image, text) if self._settings.image_first else (text, image)),),
+            (Message("user", self._parts(flat | {"instruction": instruction}, image)),),
             box(field(flat, "bbox", where), where),
             str(flat.get("page", "")),
             {
@@ -49,6 +59,26 @@ class GroundingRows:
                 **_weights(row),
             },
         )
+
+    def _parts(self, flat: Mapping[str, Any], image: ImageSource) -> tuple[str | ImageSource, ...]:
+        """The prompt with its fields replaced, and the image in its place. Raises DataFailure for an image that cannot be read."""
+        text, values = self._prompt, {name: value for name, value in flat.items() if isinstance(value, str | int | float)}
+        if "{width}" in text or "{height}" in text:
+            _, values["width"], values["height"] = probe(image)
+        before, place, after = text.partition(PLACEHOLDER)
+        if not place:
+            before, after = ("", text) if self._settings.image_first else (text, "")
+        before, after = (re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), part) for part in (before, after))
+        return tuple(part for part in (before, image, after) if part)
+
+
+def _template(name: str) -> str:
+    """The shipped text of that name, or that file. Raises ConfigError that says where it looked."""
+    places = (PROMPTS / f"{name}.txt", Path(name).expanduser())
+    for place in places:
+        if place.is_file():
+            return place.read_bytes().decode()
+    raise ConfigError(f"data.reader.with.template: {name!r} is no text; looked for {' and '.join(map(str, places))}")
 
 
 def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -98,42 +98,59 @@ def true_box(values: object, where: str) -> Box:
 
 
 WAITING = 5.0
-"""Seconds of waiting in an episode that are enough."""
-_INSPECTED = {"structure": 0.10, "properties": 0.15, "accessibility": 0.12}
-_CENTRE = (0.25, 0.25, 0.75, 0.75)
+"""Seconds that an episode may wait."""
+_MOST_ZOOM = 4.0
+_INSPECTED = {
+    "structure": (0.1, "Detected nested container with 3 child elements"),
+    "properties": (0.15, "Element type: button, state: enabled, z-index: 1000"),
+    "accessibility": (0.12, "Role: button, label: 'Submit Form', tabindex: 0"),
+}
+_UNKNOWN = "Error: Function '{}' not available. Use 'database_query' function instead."
+"""What its engine answers to a tool that it does not have, in these words."""
 
 
 class Simulated:
-    """An episode's tools. The original only logged their rewards. ``gain`` is the sum of the zooms' (its ``calc_reward``)."""
+    """An episode's tools: fixed texts, and step rewards that the original only logged. ``gain`` is the sum of the zooms' (its
+    ``calc_reward``)."""
 
     def __init__(self) -> None:
-        self.gain = self._waited = 0.0
+        self.gain = 0.0
+        self._waited = 0.0
         self._calls: dict[str, int] = {}
 
-    def call(self, name: str, arguments: Mapping[str, Any]) -> float:
-        """The step reward of a call; 0 for an unknown tool. Raises TypeError and ValueError for arguments of another kind."""
+    def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, float]:
+        """The result's text and the step reward. Raises TypeError and ValueError for arguments of another kind."""
         known = {"zoom_ui_element": self._zoom, "wait_for_ui": self._wait, "inspect_element": self._inspect}
-        if name not in known:
-            return 0.0
-        self._calls[name] = count = self._calls.get(name, 0) + 1
-        return known[name](arguments, count)
+        return known[name](arguments) if name in known else (_UNKNOWN.format(name), 0.0)
 
-    def _zoom(self, arguments: Mapping[str, Any], count: int) -> float:
-        x1, y1, x2, y2 = (min(max(float(v), 0.0), 1.0) for v in arguments.get("region", _CENTRE))
-        factor = min(max(float(arguments.get("zoom_factor", 2.0)), 1.0), 4.0)
+    def _count(self, name: str) -> int:
+        self._calls[name] = self._calls.get(name, 0) + 1
+        return self._calls[name]
+
+    def _zoom(self, arguments: Mapping[str, Any]) -> tuple[str, float]:
+        factor = min(arguments.get("zoom_factor", 2.0), _MOST_ZOOM)
+        region = [max(0, min(1, side)) for side in arguments.get("region", [0.25, 0.25, 0.75, 0.75])]
+        x1, y1, x2, y2 = region
+        count = self._count("zoom")
         gain = 0.2 * factor * (1 - (x2 - x1) * (y2 - y1)) * 0.8 ** (count - 1)
         self.gain += gain
-        return gain if gain > 0.1 else -0.2 if count > 2 else -0.05
+        said = f"Zoomed into region {region} with factor {factor:.1f}. Confidence gain: {gain:.2f}"
+        return said, gain if gain > 0.1 else -0.2 if count > 2 else -0.05
 
-    def _wait(self, arguments: Mapping[str, Any], count: int) -> float:
-        enough = self._waited >= WAITING
-        self._waited += min(max(float(arguments.get("duration", 1.0)), 0.1), WAITING)
+    def _wait(self, arguments: Mapping[str, Any]) -> tuple[str, float]:
+        seconds = min(arguments.get("duration", 1.0), WAITING - self._waited)
+        if seconds <= 0:
+            return f"Maximum wait time ({WAITING}s) exceeded", -0.2
+        self._waited += seconds
+        count = self._count("wait")
         gain = 0.15 * 0.7 ** (count - 1)
-        return -0.2 if enough else gain if gain > 0.05 and count <= 2 else -0.1
+        return f"Waited {seconds:.1f}s for UI to stabilize", gain if gain > 0.05 and count <= 2 else -0.1
 
-    def _inspect(self, arguments: Mapping[str, Any], count: int) -> float:
-        gain = _INSPECTED.get(str(arguments.get("type", "structure")), 0.05) * 0.8 ** (count - 1)
-        return gain if gain > 0.08 else -0.05
+    def _inspect(self, arguments: Mapping[str, Any]) -> tuple[str, float]:
+        kind = arguments.get("type", "structure")
+        found, said = _INSPECTED.get(kind, (0.05, "Unknown inspection type"))
+        gain = found * 0.8 ** (self._count("inspect") - 1)
+        return f"Inspection result: {said}", gain if gain > 0.08 else -0.05
 
 
 def step_rewards(calls: list[str]) -> float:
@@ -142,7 +159,7 @@ def step_rewards(calls: list[str]) -> float:
     for call in calls:
         try:
             said = json.loads(call)
-            paid += tools.call(said["name"], said.get("arguments", {}))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            paid += tools.call(said["name"], said.get("arguments", {}))[1]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             continue
     return paid

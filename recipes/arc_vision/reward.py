@@ -15,11 +15,11 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Box, ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.recipes.arc_vision.boxes import Size, answered, area, grounding, parse_box
+from rayloop.recipes.arc_vision.boxes import Size, answered, area, confidence, grounding, parse_box
 from rayloop.recipes.arc_vision.data import box
 from rayloop.recipes.arc_vision.original import library_box, library_small, looks_like_box, step_rewards, trained_box, true_box
 
-_CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*(%?)\s*</confidence>")
+_SPECIAL = re.compile(r"<\|\w+\|>")
 ORIGINALS: Mapping[str, Callable[[str], Box | None]] = {"original": trained_box, "library": library_box}
 """How they find the answer's box."""
 _NO_AREA = 0.01
@@ -163,6 +163,7 @@ class ArcVisionReward:
 
     def __init__(self, settings: ArcVisionReward.Settings) -> None:
         self._settings = settings
+        self.transcript = settings.variant in ORIGINALS
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """Raises DataFailure for a ground truth that is no box (originals: not four numbers), or wrong weights in the row."""
@@ -170,7 +171,10 @@ class ArcVisionReward:
         read = box if settings.variant == "corrected" else true_box
         if settings.variant == "corrected" and settings.row_weights:
             weights = _row_weights(task)
-        played = Played(context.texts, _executed(trajectory, context.texts), size_of(trajectory, task, settings), context.step)
+        texts = context.texts
+        if self.transcript and context.transcript is not None:
+            texts = [_SPECIAL.sub("", context.transcript)]
+        played = Played(texts, _executed(trajectory, texts), size_of(trajectory, task, settings), context.step)
         return arc_vision(played, read(task.ground_truth, f"ground truth of task {task.id}"), settings, weights)
 
 
@@ -187,7 +191,7 @@ class Played:
 
 def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, weights: ArcVisionWeights | None = None) -> Scored:
     """Arc Vision's training reward (jbarnes850/verl at b2577e0). ``corrected`` counts executed calls (a turn's last one) and reads
-    the last turn's answer; the originals count written calls, and read an answer anywhere in the episode."""
+    the last turn's answer; the originals count written calls, and read an answer anywhere in the episode, tools included."""
     corrected, weights = settings.variant == "corrected", weights or settings.weights
     text = played.texts[-1] if corrected else "\n".join(played.texts)
     written = [[call.lower() for tag in settings.call_tags for call in inside(tag, turn)] for turn in played.texts]
@@ -202,7 +206,8 @@ def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, w
     about = found | {"tools": float(len(calls)), "known_tools": float(_known(calls, settings)), "penalties": 0.0}
     about |= {"asked": float(len(asked)), "small": float(small), "edge": float(edge), "area": covered}
     if corrected:
-        about |= _confidence(text, found["click"])
+        sure = confidence(text)
+        about |= {} if sure is None else {"confidence": sure, "right": found["click"]}
     elif asked:
         about["simulated"] = step_rewards(asked)
     if asked and not _answered(text, settings.variant):
@@ -263,16 +268,6 @@ def size_of(trajectory: Trajectory, task: Task, settings: ArcVisionReward.Settin
     if settings.pixels == "image":
         width, height = image.width, image.height
     return (width, height) if width and height else None
-
-
-def _confidence(text: str, right: float) -> dict[str, float]:
-    """The policy's stated confidence: ``<confidence>0.9</confidence>``, or 90, or 90%."""
-    said = _CONFIDENCE.findall(text)
-    if not said:
-        return {}
-    number, percent = said[-1]
-    value = float(number) / 100 if percent or float(number) > 1 else float(number)
-    return {"confidence": value, "right": right} if value <= 1 else {}
 
 
 def inside(tag: str, text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""``python -m rayloop.recipes.arc_vision.telemetry RUN`` reports how a policy used its tools, from the rollouts that a run kept.
+"""``python -m rayloop.recipes.arc_vision.telemetry RUN...`` reports how a policy used its tools, from the rollouts that runs kept.
 
 Four files of valid JSONL in ``RUN/telemetry``, with the names and fields that Arc Vision planned for its detailed logs; a line for
 each trajectory. ``keep_rollouts`` says how many groups of a step a run keeps.
@@ -17,6 +17,7 @@ from typing import Any
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import write_whole
+from rayloop.recipes.arc_vision.boxes import confidence
 from rayloop.recipes.arc_vision.data import box
 from rayloop.recipes.arc_vision.reward import ArcVisionReward, Played, arc_vision, inside
 from rayloop.rewards.saved import texts_of
@@ -26,11 +27,11 @@ from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode
 FIELDS = {
     "reasoning_traces": (
         "prompt_length", "response_length", "reasoning_text", "reasoning_length", "tools_used", "tool_invocations", "actual_iou",
-        "ground_truth_bbox", "has_reasoning", "has_tool_calls",
+        "ground_truth_bbox", "has_reasoning", "has_tool_calls", "confidence",
     ),
     "tool_effectiveness": (
         "tool_used", "tools_used", "tool_count", "actual_iou", "bbox_area", "is_small_object", "is_edge_object", "tool_effective",
-        "performance_category", "difficulty_category",
+        "performance_category", "difficulty_category", "confidence",
     ),
     "tool_patterns": (
         "tools_used", "tool_count", "actual_iou", "ground_truth_area", "used_zoom", "used_wait", "used_inspect", "multiple_tools",
@@ -84,7 +85,7 @@ def _lines(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, dict[st
         "used_wait": "wait" in names, "used_inspect": "inspect" in names, "tool_effective": bool(calls) and overlap > 0.5,
         "actual_iou": overlap, "ground_truth_bbox": truth, "bbox_area": found["area"], "ground_truth_area": found["area"],
         "is_small_object": small, "is_edge_object": edge, "difficulty_category": "hard" if small else "medium" if edge else "easy",
-        "performance_category": _performance(overlap),
+        "performance_category": _performance(overlap), "confidence": confidence(texts[-1]),
     }  # fmt: skip
     for name, fields in FIELDS.items():
         yield name, {field: facts[field] for field in fields}
@@ -109,14 +110,15 @@ def _contradictions(calls: int, overlap: float, reasoning: str) -> dict[str, boo
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 2 with one line that says why there is nothing to read."""
     parser = argparse.ArgumentParser(prog="python -m rayloop.recipes.arc_vision.telemetry", description="See the recipe's README.")
-    parser.add_argument("run", type=Path, help="run folder")
-    run: Path = parser.parse_args(arguments).run
-    try:
-        counts = telemetry(run)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{run / 'telemetry'}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
+    parser.add_argument("runs", type=Path, nargs="+", help="run folders")
+    runs: list[Path] = parser.parse_args(arguments).runs
+    for run in runs:
+        try:
+            counts = telemetry(run)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return 2
+        print(f"{run / 'telemetry'}: " + ", ".join(f"{name} {count}" for name, count in counts.items()))
     return 0
 
 

@@ -53,6 +53,12 @@ def test_learning_rate_warms_up_and_follows_the_cosine() -> None:
     assert learning_rate(OptimizerSettings(lr=1.0, warmup_steps=2), 100) == 1.0
 
 
+def test_the_warm_up_counts_steps_of_the_run_each_with_its_updates() -> None:
+    settings = OptimizerSettings(lr=1.0, warmup_steps=2).over(10, 4)
+    assert settings.total_updates == 40
+    assert [learning_rate(settings, update) for update in (0, 3, 7, 8)] == [0.125, 0.5, 1.0, 1.0]
+
+
 def test_learning_rate_warms_up_stays_and_decays_linearly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayloop.engines.training.optimizer.DECAY", 0.4)
     settings = OptimizerSettings(lr=1.0, warmup_steps=2, schedule="wsd").over(10)

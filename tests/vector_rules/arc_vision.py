@@ -65,7 +65,7 @@ def step_reward(entry: Entry, file: Sequence[Entry]) -> float | list[float]:
     times = re.search(r"x(\d+)|(\d+) (?:times|calls)|those (\d+)", entry.reward)
     count = int(next(filter(None, times.groups()))) if times else 1
     tools = Simulated()
-    paid = [tools.call(name, entry.inputs) for _ in range(count)]
+    paid = [tools.call(name, entry.inputs)[1] for _ in range(count)]
     if ".calc_reward" in entry.reward:
         return tools.gain
     return paid if isinstance(entry.expected, list) else paid[-1]

@@ -58,6 +58,7 @@ def test_a_good_answer_after_two_calls(tmp_path: Path) -> None:
     assert (trace["reasoning_text"], trace["reasoning_length"], trace["has_reasoning"]) == ("It is hard to see.", 18, True)
     assert (trace["tools_used"], trace["tool_invocations"], trace["has_tool_calls"]) == (["zoom", "wait"], 2, True)
     assert (trace["actual_iou"], trace["ground_truth_bbox"]) == (1.0, SMALL)
+    assert (trace["confidence"], effect["confidence"]) == (None, None)
     assert (effect["tool_effective"], effect["performance_category"], effect["difficulty_category"]) == (True, "excellent", "hard")
     assert effect["bbox_area"] == pattern["ground_truth_area"] == pytest.approx(0.01)
     assert [pattern[f"used_{tool}"] for tool in ("zoom", "wait", "inspect")] == [True, True, False]
