@@ -114,7 +114,7 @@ class PythonInterpreter:
         """rayloop, or the environment of PyVision-RL whose reading of turns, results and preloaded names a published model was
         trained with; a timeout is then an error in code. Set instruct: false and on_error: stop with it."""
         fps: float = Field(1.0, gt=0)
-        """Frames per second that a video's reader returns. Set it to what your frames were taken at."""
+        """Frames per second that a video's reader returns, where the row has no ``fps``. Set it to what your frames were taken at."""
         sandbox: SandboxSettings = SandboxSettings()
         """How strongly code is confined, and its limits."""
 
@@ -126,6 +126,7 @@ class PythonInterpreter:
         self._images: dict[str, bytes] = {}
         self._videos: dict[str, list[bytes]] = {}
         self._shown = self._ran = 0
+        self._fps = settings.fps
 
     @staticmethod
     def preflight(settings: PythonInterpreter.Settings) -> str:
@@ -138,6 +139,7 @@ class PythonInterpreter:
         name = "image_clue" if self._settings.show_images else "image_hint"
         self._images = {f"{name}_{index}": data for index, (data, _, _) in enumerate(probed)}
         self._videos = {f"video_clue_{index}": frames for index, frames in enumerate(_videos(task))}
+        self._fps = float(task.extra.get("fps") or self._settings.fps)
         self._begin()
         return Observation(self._prompt(task, [(width, height) for _, width, height in probed]))
 
@@ -183,7 +185,7 @@ class PythonInterpreter:
             self._interpreter = self._sandbox.interpreter()
             failed = self._interpreter.images(self._images, _LOADING) if self._images else None
             for name, encoded in self._videos.items():
-                failed = failed or self._interpreter.video(name, encoded, self._settings.fps, _LOADING)
+                failed = failed or self._interpreter.video(name, encoded, self._fps, _LOADING)
             if self._settings.wording != "rayloop":
                 converted = "".join(f"{name} = {name}.convert('RGB')\n" for name in self._images)
                 self._interpreter.run(text.PRELUDE + converted, _LOADING)
