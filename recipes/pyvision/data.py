@@ -52,7 +52,7 @@ class QuestionRows:
         images = [image_entry(field(flat, "image", where), where, root)] if flat.get("image") or not videos else []
         if self._settings.published is None:
             text = filled(self._settings.prompt, flat, images, where)
-            messages: tuple[Message, ...] = (Message("user", (*images, text)),)
+            messages: tuple[Message, ...] = (Message("user", (*self._shown(images), text)),)
         elif isinstance(own := row.get("prompt"), list | tuple) and own:
             shown = {"prompt": own, "images": [flat["image"]] if images else [], "id": ""}
             messages = self._chat.task(shown, where, root).messages
@@ -65,6 +65,10 @@ class QuestionRows:
             str(flat.get("kind", "")),
             {**flat, "root": str(root), **({"videos": videos} if videos else {})},
         )
+
+    def _shown(self, images: list[ImageSource]) -> tuple[str | ImageSource, ...]:
+        """What stands before the text; a subclass can name the images."""
+        return tuple(images)
 
 
 def filled(text: str, row: Mapping[str, Any], images: list[ImageSource], where: str) -> str:

@@ -21,7 +21,7 @@ SHORTEST, MOST_ASPECT = 30, 100
 """Pixels that a box's sides must exceed, and how many times the other one side may be."""
 
 
-class VisualToolbox:
+class VisualToolBoxV2:
     """Visual-Agent/DeepEyes at 6c5e796, mistakes included: ``image_zoom_in_tool(bbox_2d)`` in pixels of the first image and
     ``image_rotate_tool(angle)``, whose corners are black. ``label`` and any other argument is ignored, an answer ends the episode
     even behind a call, and errors are Python's own. The prompt describes the tools. ``evaluate`` has no result."""
@@ -60,7 +60,7 @@ class VisualToolbox:
         """The picture that a call gives. Raises whatever Python makes of a call that is none."""
         name, arguments = call["name"], call["arguments"]
         if name == "image_zoom_in_tool":
-            box = visible(*arguments["bbox_2d"], *self._image.size)
+            box = self.maybe_resize_bbox(*arguments["bbox_2d"])
             if box is None:
                 raise ValueError("ZOOM IN ARGUMENTS ARE INVALID")
             return self._image.crop(box)
@@ -68,21 +68,20 @@ class VisualToolbox:
             return self._image.rotate(arguments["angle"])
         raise ValueError(f"Unknown tool name: {name}")
 
+    def maybe_resize_bbox(self, left: Any, top: Any, right: Any, bottom: Any) -> tuple[Any, Any, Any, Any] | None:
+        """The box within the image; None for one that is too small or too long. The names are in Python's errors, which the policy
+        sees. (The original would widen sides below 28 pixels, and needs 31 before.)"""
+        left, top, right, bottom = max(0, left), max(0, top), min(self._image.width, right), min(self._image.height, bottom)
+        if not (left < right and bottom > top):
+            return None
+        long, short = max(bottom - top, right - left), min(bottom - top, right - left)
+        return (left, top, right, bottom) if long / short <= MOST_ASPECT and short > SHORTEST else None
+
     def evaluate(self) -> None:
         """No result of its own."""
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-def visible(left: Any, top: Any, right: Any, bottom: Any, width: int, height: int) -> tuple[Any, Any, Any, Any] | None:
-    """The box within the image; None for one that is too small or too long. (What the original does with sides below 28 pixels
-    never happens: 31 are needed before.)"""
-    left, top, right, bottom = max(0, left), max(0, top), min(width, right), min(height, bottom)
-    if not (left < right and bottom > top):
-        return None
-    long, short = max(bottom - top, right - left), min(bottom - top, right - left)
-    return (left, top, right, bottom) if long / short <= MOST_ASPECT and short > SHORTEST else None
 
 
 def _failed(why: str) -> StepResult:

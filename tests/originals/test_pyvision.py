@@ -27,7 +27,7 @@ from rayloop.envs.interpreter import text as interpreter
 from rayloop.recipes.pyvision.data import QuestionRows, published_text
 from rayloop.recipes.pyvision.deepeyes import DeepEyesReward
 from rayloop.recipes.pyvision.reward import PyVisionReward
-from rayloop.recipes.pyvision.toolbox import VisualToolbox
+from rayloop.recipes.pyvision.toolbox import VisualToolBoxV2
 from rayloop.rewards.saved import PLAYED
 from tests.support.originals import module, needs_originals, source
 
@@ -39,7 +39,18 @@ FUNCTIONS = (*PUBLISHED, "compute_score", "compute_score_math")
 CASES, KEPT = 12_000, 400
 EXPECTED = Path(__file__).parents[1] / "data/originals/pyvision.json"
 RAISED = "raised"
-SOURCES = ("deepeyes", "vstar", "ecd", "longvila", "chart", "unknown", "vsi_numerical", "x_rule_verifiable", "geoguessr", "mathvista")
+SOURCES = (
+    "deepeyes",
+    "vstar",
+    "ecd",
+    "longvila",
+    "chart",
+    "unknown",
+    "vsi_numerical",
+    "x_rule_verifiable",
+    "geoguessr",
+    "mathvista",
+)
 NUMBERS = ("vsi_numerical", "x_rule_verifiable")
 BODIES = (
     "A", "B", "7", "red", "", " x ", "3.5", "-2", "1,000", "a\nb", "\\frac{1}{2}", "{x}", "yes", "ünï", "<answer>", "\\boxed{3}",
@@ -87,6 +98,13 @@ class Hashing:
         found = re.search(r"<answer>\n\\boxed\{(.*)\}\n</answer>", context.texts[-1], re.DOTALL)
         assert found is not None
         return Scored(float(verdict(found[1])))
+
+
+class Always:
+    """A judge to whom everything is right."""
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        return Scored(1.0)
 
 
 class Equal:
@@ -151,7 +169,11 @@ class _Requests:
 def scoring(repository: str, path: str) -> types.ModuleType:
     """A file of reward functions whose judge is ``verdict`` and whose math-verify is equality."""
     given = {"OpenAI": _Client, "requests": _Requests, "parse": str, "verify": lambda a, b: a == b}
-    cut = {line: "" for line in source(repository, path).splitlines() if re.match(r"(from (openai|math_verify) |import requests)", line)}
+    cut = {
+        line: ""
+        for line in source(repository, path).splitlines()
+        if re.match(r"(from (openai|math_verify) |import requests)", line)
+    }
     return module(repository, path, given, cut)
 
 
@@ -270,19 +292,24 @@ def test_deepeyes_tools_are_the_published_ones() -> None:
         "from verl.workers.agent.tool_envs import ToolBase": "",
         "from verl.workers.agent.envs.mm_process_engine.prompt import PROMPT": "",
     }
-    original = module(DEEPEYES, f"{path}/visual_toolbox_v2.py", {"ToolBase": _Base, "PROMPT": prompt}, cut).VisualToolBoxV2("", "", {})
+    given = {"ToolBase": _Base, "PROMPT": prompt}
+    original = module(DEEPEYES, f"{path}/visual_toolbox_v2.py", given, cut).VisualToolBoxV2("", "", {})
     picture, file, rng = Image.radial_gradient("L").convert("RGB").resize((400, 120)), io.BytesIO(), random.Random(3)
     picture.save(file, "PNG")
-    toolbox = VisualToolbox()
+    toolbox = VisualToolBoxV2()
     toolbox.reset(Task("t", (Message("user", (ImageSource(data=file.getvalue()), "Q?")),)))
     original.reset("", {}, {"image": [picture]})
     numbers = [*range(-40, 460, 20), 30.5, 99.9, True, None, "5", 1e9]
     for _ in range(6_000):
         box = [rng.choice(numbers) for _ in range(rng.choice([4] * 8 + [3, 5]))]
-        arguments = rng.choice([{"bbox_2d": box, "label": "x"}, {"bbox_2d": box}, {"angle": rng.choice(numbers)}, {"box": box}, [box], 3])
+        arguments = rng.choice(
+            [{"bbox_2d": box, "label": "x"}, {"bbox_2d": box}, {"angle": rng.choice(numbers)}, {"box": box}, [box], 3]
+        )
         name = rng.choice(["image_zoom_in_tool", "image_rotate_tool", "crop"])
         call: Any = rng.choice([{"name": name, "arguments": arguments}] * 8 + [{"name": name}, [1], "text"])
-        form = rng.choice(["<think>t</think><tool_call>{}</tool_call>"] * 6 + ["<tool_call>{}}}</tool_call>", "{}", "<tool_call>{}"])
+        form = rng.choice(
+            ["<think>t</think><tool_call>{}</tool_call>"] * 6 + ["<tool_call>{}}}</tool_call>", "{}", "<tool_call>{}"]
+        )
         turn = form.format(json.dumps(call)) + rng.choice([""] * 8 + ["<answer>a</answer>", "<answer></answer>"])
         with contextlib.redirect_stdout(io.StringIO()):
             observed, _, done, _ = original.execute(turn)

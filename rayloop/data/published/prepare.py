@@ -45,7 +45,10 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     parser.add_argument("--original-split", action="store_true", help="new splits in the published order, not shuffled")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffled splits (default: %(default)s)")
     parser.add_argument(
-        "--fps", type=float, default=FRAMES_PER_SECOND, help="frames of a film that are kept, a second; 0: each (default: %(default)s)"
+        "--fps",
+        type=float,
+        default=FRAMES_PER_SECOND,
+        help="frames of a film that are kept, a second; 0: each (default: %(default)s)",
     )
     if name == "generic":
         parser.add_argument("--map", type=Path, required=True, metavar="FILE.yaml", help="whose columns are which")

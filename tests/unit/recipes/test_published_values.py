@@ -13,11 +13,6 @@ from tests.support.runs import ROOT
 @pytest.mark.parametrize(
     ("name", "said", "key", "original"),
     [
-        ("pyvision/pyvision", "weight_decay (0.01)", "policy.optimizer.weight_decay", 0.01),
-        ("pyvision/pyvision", "turns in an evaluation (30)", "environment.episode.max_turns", 30),
-        ("pyvision/deepeyes", "weight_decay (0.01)", "policy.optimizer.weight_decay", 0.01),
-        ("pyvision/deepeyes", "checkpoints (every 8)", "checkpoint.every", 8),
-        ("pyvision/deepeyes", "memory (0.8)", "rollout.engine.memory_fraction", 0.8),
         ("arpo/arpo", "every 8 steps", "evaluation.every", 8),
         ("arpo/arpo", "three kept", "checkpoint.keep", 3),
         ("arpo/arpo", "memory (0.6)", "rollout.engine.memory_fraction", 0.6),
