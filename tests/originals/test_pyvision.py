@@ -229,7 +229,8 @@ TOOLS = {
     "pyvision_gym_wo_video_hint": ("safe_persis_python_exe_tool_wo_video_hint", "MultiModalPythonTool_wo_Video_Hint"),
 }
 PIECES = (
-    "<code>", "</code>", "```python", "```python\n", "```", "```\n", "\n", " ", "x = 1", "print(2)", "<answer>", "</answer>", "py", "text",
+    "<code>", "</code>", "```python", "```python\n", "```", "```\n", "\n", " ", "x = 1", "print(2)", "<answer>", "</answer>", "py",
+    "text",
 )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ class PythonInterpreter:
         """rayloop, or the environment of PyVision-RL whose reading of turns, results and preloaded names a published model was
         trained with; a timeout is then an error in code. Set instruct: false and on_error: stop with it."""
         fps: float = Field(1.0, gt=0)
-        """Frames per second that a video's reader returns, where the row has no ``fps``. Set it to what your frames were taken at."""
+        """Frames per second that a video's reader returns, where a row has no ``fps``. Set it to that of your frames."""
         sandbox: SandboxSettings = SandboxSettings()
         """How strongly code is confined, and its limits."""
 
