@@ -79,7 +79,7 @@ def test_a_film_is_asked_about_with_its_size_and_rate(page: Path) -> None:
     row = {"id": "1", "videos": [["a.png", "a.png"]], "fps": 2, "question": "Which?", "answer": "A"}
     task = reader(published="vis_tool_with_img_info_video_v4").task(row, "rows:1", page)
     assert "Frame Width: 96; Frame Height: 64;\nVideo Length: 2; Sample FPS: 2.00\nThe original video" in said(task.messages[0])
-    assert task.images == ()
+    assert not task.images
     with pytest.raises(DataFailure, match="no videos"):
         reader(published="vis_tool_with_img_info_video_v4").task({**row, "videos": [], "image": "a.png"}, "rows:1", page)
 
