@@ -55,7 +55,7 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     how = load(chosen.map if name == "generic" else maps[name], (), ColumnMap)
     source = folder(how, chosen.local, chosen.hub)
-    wanted = Wanted(*_splits(chosen.splits, how), chosen.max_samples, chosen.original_split, chosen.seed, chosen.fps)
+    wanted = Wanted(*_splits(chosen.splits, how), chosen.max_samples, chosen.original_split, chosen.seed, fps=chosen.fps)
     written, left_out = prepare(how, source, chosen.out, wanted)
     for split, count in written.items():
         print(f"{chosen.out / f'{split}.jsonl'}: {count} rows")
@@ -94,7 +94,7 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
         raise ConfigError(f"{source} has no row that can be used{why}")
     chosen = _chosen(how, light, wanted)
     written: dict[str, list[Row]] = {}
-    pictures, place = Pictures(out, source, how.image_folders, wanted.fps), iter(chosen)
+    pictures, place = Pictures(out, source, how.image_folders, fps=wanted.fps), iter(chosen)
     out.mkdir(parents=True, exist_ok=True)
     for split in splits:
         for row in _rows(how, source, split):
@@ -247,7 +247,7 @@ NAME = 20
 class Pictures:
     """Writes below ``out/images``; reads paths below ``folders`` of the data set's ``root``, and beside the row's file."""
 
-    def __init__(self, out: Path, root: Path, folders: Sequence[str], fps: float = FRAMES_PER_SECOND) -> None:
+    def __init__(self, out: Path, root: Path, folders: Sequence[str], *, fps: float = FRAMES_PER_SECOND) -> None:
         self._out, self._root, self._folders, self._fps = out, root, folders, fps
         self._sizes: dict[str, tuple[int, int]] = {}
 

@@ -339,7 +339,7 @@ def test_a_film_is_taken_apart(per_second: float, kept: int, rate: float, tmp_pa
         for index in range(16):
             film.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), (index * 16, 0, 0)))))
         film.mux(stream.encode())
-    ((frames,), found) = Pictures(tmp_path / "out", tmp_path, (".",), per_second).frames("a.mp4", str(tmp_path), "row")
+    ((frames,), found) = Pictures(tmp_path / "out", tmp_path, (".",), fps=per_second).frames("a.mp4", str(tmp_path), "row")
     assert (len(frames), found) == (kept, rate)
     reds = [Image.open(frame).convert("RGB").getpixel((30, 20))[0] for frame in frames]  # type: ignore[index]
     assert reds == sorted(reds)

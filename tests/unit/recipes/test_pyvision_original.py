@@ -42,7 +42,7 @@ def page(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("file", ["published.yaml", "deepeyes_published.yaml"])
+@pytest.mark.parametrize("file", ["published.yaml", "published_deepeyes.yaml"])
 def test_the_shipped_texts_have_the_published_hashes(file: str) -> None:
     prompts = yaml.safe_load((RECIPE / file).read_text(encoding="utf-8"))["prompts"]
     assert all(hashlib.sha256((RECIPE / one["file"]).read_bytes()).hexdigest() == one["sha256"] for one in prompts)
@@ -50,9 +50,9 @@ def test_the_shipped_texts_have_the_published_hashes(file: str) -> None:
 
 def test_every_text_is_listed() -> None:
     listed = {
-        one["file"] for f in RECIPE.glob("*published.yaml") for one in yaml.safe_load(f.read_text(encoding="utf-8"))["prompts"]
+        one["file"] for f in RECIPE.glob("published*.yaml") for one in yaml.safe_load(f.read_text(encoding="utf-8"))["prompts"]
     }
-    assert listed == {f"prompts/{file.name}" for file in (RECIPE / "prompts").glob("*.txt")}
+    assert listed == {f"prompts/{file.name}" for file in (RECIPE / "prompts").iterdir()}
 
 
 def test_a_row_is_asked_as_pyvision_asks(page: Path) -> None:
