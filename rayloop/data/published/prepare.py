@@ -266,8 +266,8 @@ class Pictures:
         return path, *self._sizes[path]
 
     def frames(self, entry: Any, beside: str, where: str) -> tuple[list[Any], float]:
-        """A video: the path of an animated picture, or those of its frames (a film is taken apart into them), and frames per second,
-        0 where a folder of frames does not say. Raises DataFailure."""
+        """A video: the path of an animated picture, or those of its frames (a film is taken apart into them), and frames per
+        second, 0 where a folder of frames does not say. Raises DataFailure."""
         found: list[Any] = []
         rate = 0.0
         for one in entry if isinstance(entry, list | tuple) else (entry,):
