@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ RESULT = (opened("|").split("|")[0], CLOSED)
 class CluedRows(QuestionRows):
     """``QuestionRows`` with the image between the interpreter's tags: the supervised stage runs without the interpreter."""
 
-    def _shown(self, flat: Mapping[str, Any], where: str, root: Path) -> tuple[str | ImageSource, ...]:
-        return (CLUES[0], *super()._shown(flat, where, root), CLUES[1])
+    def _shown(self, images: list[ImageSource]) -> tuple[str | ImageSource, ...]:
+        return (CLUES[0], *super()._shown(images), CLUES[1])
 
 
 def code(kind: str, part: Sequence[int]) -> str:

@@ -56,6 +56,7 @@ COMPONENTS = {
         "rayloop.recipes.chart_rvr.measure:ChartAnswer",
         "rayloop.recipes.digits.data:SortReward",
         "rayloop.recipes.pyvision.deepeyes:DeepEyesReward",
+        "rayloop.recipes.pyvision.verifiers:OptionReward",
         "rayloop.recipes.pyvision.reward:PyVisionReward",
         "rayloop.rewards.environment_result:EnvironmentResult",
     ),

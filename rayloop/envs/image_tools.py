@@ -1,4 +1,5 @@
-"""Tools that look at images: crop, zoom, rotate, inspect and wait, chosen by name, each returning an image."""
+"""Tools that look at images: crop, zoom, rotate, inspect and wait, chosen by name, each returning an image; crop and rotate also
+under DeepEyes' names."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from rayloop.core.types import ImageSource, Task
 from rayloop.data.images import decode, png, read
 from rayloop.envs.tools import ToolCalls, ToolError
 
-Name = Literal["crop", "zoom", "rotate", "inspect", "wait"]
+Name = Literal["crop", "zoom", "rotate", "inspect", "wait", "image_zoom_in_tool", "image_rotate_tool"]
 MOST_PIXELS = 16_000_000
 """Of an image that a tool gives; a larger one is reduced."""
 _RIGHT_ANGLES = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
@@ -30,7 +31,8 @@ class ImageTools(ToolCalls):
         """Which tools the policy has, and what boxes may be."""
 
         image_tools: tuple[Name, ...] = ("crop",)
-        """Which tools the policy has, in this order: crop, zoom, rotate, inspect (measures a box), wait (shows the image later)."""
+        """Which tools the policy has, in this order: crop, zoom, rotate, inspect (measures a box), wait (shows the image later),
+        and image_zoom_in_tool(bbox_2d, label) and image_rotate_tool(angle), as DeepEyes calls crop and rotate."""
         coordinates: Literal["fraction", "pixel"] = "fraction"
         """What boxes are in: fractions of width and height (Arc Vision), or pixels of the original image (DeepEyes)."""
         min_side: int = Field(28, ge=1)
@@ -97,6 +99,12 @@ class Album:
             "rotate": ("Turns an image.", {"angle": angle}, self.rotate),
             "inspect": ("Measures a box of an image (size, place, colours) and marks it.", box, self.inspect),
             "wait": ("Waits, then shows the image again.", {"seconds": seconds}, self.wait),
+            "image_zoom_in_tool": (
+                "Cuts a box out of an image.",
+                {"bbox_2d": box["box"], "label": _LABEL},
+                self.image_zoom_in_tool,
+            ),
+            "image_rotate_tool": ("Turns an image.", {"angle": angle}, self.rotate),
         }
         return ImageTool(name, *tools[name])
 
@@ -104,6 +112,10 @@ class Album:
         """The part of an image, in the image's own resolution. Raises ToolError."""
         found = self._image(image)
         return self._shown(found.crop(self._edges(box, found)))
+
+    def image_zoom_in_tool(self, bbox_2d: Any, label: str = "", image: int = 0) -> ToolResult:
+        """``crop``; ``label`` is for the policy's own thoughts. Raises ToolError."""
+        return self.crop(bbox_2d, image)
 
     def zoom(self, box: Any, factor: float | None = None, image: int = 0) -> ToolResult:
         """The part of an image, ``factor`` times as wide and high. Raises ToolError."""
@@ -201,6 +213,7 @@ def _number(description: str, least: float, most: float, **more: Any) -> dict[st
     return {"type": "number", "description": description, "minimum": least, "maximum": most, **more}
 
 
+_LABEL = {"type": "string", "description": "what is in the box (optional)"}
 _WHICH = "which image: 0 is the first, and each result is the next one"
 _IMAGE = {"type": "integer", "minimum": 0, "default": 0, "description": _WHICH}
 _FOUR: dict[str, Any] = {"type": "array", "minItems": 4, "maxItems": 4}

@@ -1,15 +1,31 @@
-"""Questions about images, to be answered with code: PyVision's rows and flat ones."""
+"""Questions about images, to be answered with code or tools: PyVision's, DeepEyes' and flat rows, with our prompt or theirs."""
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from PIL import Image
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.dataset import field, image_entry
+from rayloop.data.dataset import ChatRows, field, image_entry
+
+Published = Literal[
+    "vistool_with_img_info_v2", "vis_tool_with_img_info_wo_init_image_v2", "vis_tool_with_img_info_video_v4", "deepeyes"
+]
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+@cache
+def published_text(name: str) -> str:
+    """A text of ``prompts/``, as it was published."""
+    return (Path(__file__).parent / "prompts" / f"{name}.txt").read_bytes().decode()
 
 
 class QuestionRows:
@@ -19,25 +35,94 @@ class QuestionRows:
 
     class Settings(SettingsModel):
         prompt: str = "{question}"
-        """The user's text behind the image; ``{question}`` is replaced by the row's."""
+        """The user's text behind the image: ``{question}`` and the row's other columns in braces are replaced, and ``{width}`` and
+        ``{height}`` by the image's pixels. Other braces stay."""
+        published: Published | None = None
+        """Ask as the original does, instead of ``prompt``: with the row's own ``prompt``, or, where it has none, with this text of
+        ``prompts/`` (``deepeyes``: its two), filled in as the original's reader does."""
 
     def __init__(self, settings: QuestionRows.Settings) -> None:
         self._settings = settings
+        self._chat = ChatRows(ChatRows.Settings())
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task. Raises DataFailure."""
         flat = _flat(row, where) if "mm_hint" in row else row
-        text = self._settings.prompt.replace("{question}", str(field(flat, "question", where)))
+        videos = _videos(flat["videos"], where, root) if flat.get("videos") else []
+        images = [image_entry(field(flat, "image", where), where, root)] if flat.get("image") or not videos else []
+        if self._settings.published is None:
+            text = filled(self._settings.prompt, flat, images, where)
+            messages: tuple[Message, ...] = (Message("user", (*self._shown(images), text)),)
+        elif isinstance(own := row.get("prompt"), list | tuple) and own:
+            shown = {"prompt": own, "images": [flat["image"]] if images else [], "id": ""}
+            messages = self._chat.task(shown, where, root).messages
+        else:
+            messages = _asked(self._settings.published, flat, images, videos, where)
         return Task(
             str(field(flat, "id", where)),
-            (Message("user", (*self._shown(flat, where, root), text)),),
+            messages,
             str(field(flat, "answer", where)),
             str(flat.get("kind", "")),
-            {**flat, "root": str(root), **({"videos": _videos(flat["videos"], where, root)} if flat.get("videos") else {})},
+            {**flat, "root": str(root), **({"videos": videos} if videos else {})},
         )
 
-    def _shown(self, flat: Mapping[str, Any], where: str, root: Path) -> tuple[str | ImageSource, ...]:
-        return () if flat.get("videos") and not flat.get("image") else (image_entry(field(flat, "image", where), where, root),)
+    def _shown(self, images: list[ImageSource]) -> tuple[str | ImageSource, ...]:
+        """What stands before the text; a subclass can name the images."""
+        return tuple(images)
+
+
+def filled(text: str, row: Mapping[str, Any], images: list[ImageSource], where: str) -> str:
+    """``text`` with the row's columns, and the first image's ``{width}`` and ``{height}``. Raises DataFailure."""
+    field(row, "question", where)
+    sized = images and ("{width}" in text or "{height}" in text)
+    size = dict(zip(("width", "height"), _size(images[0], where), strict=True)) if sized else {}
+    return _FIELD.sub(lambda found: str(row.get(found[1], size.get(found[1], found[0]))), text)
+
+
+def _asked(
+    name: Published, row: Mapping[str, Any], images: list[ImageSource], videos: list[Any], where: str
+) -> tuple[Message, ...]:
+    """What PyVision-RL's ``rl_dataset.py`` and ``rl_dataset_wo_mm_hint.py``, and DeepEyes' evaluation, make of a row."""
+    question = str(field(row, "question", where))
+    if name == "deepeyes":
+        return Message("system", (published_text("deepeyes_system"),)), Message(
+            "user", (*images, question + published_text("deepeyes_user"))
+        )
+    text = published_text(name)
+    if name == "vis_tool_with_img_info_video_v4":
+        return (Message("user", (text.format(query=question, video_info=_film(row, videos, where)),)),)
+    width, height = _size(images[0], where)
+    if name == "vistool_with_img_info_v2":
+        return (Message("user", (*images, "\n" + text.format(query=question, width=width, height=height))),)
+    about = f"Image Width: {width}; Image Height: {height}\n"
+    about += "The original image hint has been read into the global variable `image_hint_0`."
+    return (Message("user", (*images, text.format(query=question, image_info=about))),)
+
+
+def _film(row: Mapping[str, Any], videos: list[Any], where: str) -> str:
+    """What the original's prompt says of a video."""
+    if not videos:
+        raise DataFailure(where, "the row has no videos, of which its prompt speaks")
+    frames = videos[0] if isinstance(videos[0], list) else [videos[0]]
+    width, height = _size(ImageSource(frames[0]), where)
+    if len(frames) > 1:
+        count = len(frames)
+    else:
+        with Image.open(frames[0]) as animated:
+            count = getattr(animated, "n_frames", 1)
+    return (
+        f"Frame Width: {width}; Frame Height: {height};\nVideo Length: {count}; Sample FPS: {float(row.get('fps') or 1):.2f}\n"
+        "The original video has been read into the global variable `video_clue_0`."
+    )
+
+
+def _size(image: ImageSource, where: str) -> tuple[int, int]:
+    """Width and height as the file has them. Raises DataFailure."""
+    try:
+        with Image.open(io.BytesIO(image.data) if image.data is not None else str(image.path)) as opened:
+            return opened.size
+    except (OSError, ValueError) as error:
+        raise DataFailure(where, f"no readable image: {error}") from error
 
 
 def _videos(entries: Any, where: str, root: Path) -> list[str | list[str]]:

@@ -1,14 +1,16 @@
 """Whether an answer is right: by a rule of ``judge/rules`` that suits its data source, by a judge, or by its option."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Literal
+from typing import Annotated, Literal
 
-from rayloop.config.settings import Component
+from rayloop.config.settings import Component, Role, SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import RewardSource, ScoreContext
@@ -139,11 +141,23 @@ _ARTICLE = re.compile(r"(?<![\w'(])A(?= (?!or\b|and\b)[a-z])")
 class OptionReward:
     """1 for the right option, 0 for another, without a model: a letter, the option's words, or a sentence with one of them. The
     answer is the last ``<answer>`` block, else the last line, else the turn. The letter of a sentence is inferred as VLMEvalKit
-    does (arXiv:2407.11691). Components: ``accuracy``, ``format`` (1 with such a block). Without an option: 0, flag
-    ``undecided``."""
+    does (arXiv:2407.11691). Components: ``accuracy``, ``format`` (1 with such a block). Without an option a judge is asked; without
+    a judge: 0, flag ``undecided``."""
 
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """1 or 0, with the flag ``undecided`` when no option is found."""
+    class Settings(SettingsModel):
+        """Who decides where no option is found."""
+
+        judge: Annotated[Component, Role("reward source", ("score",))] | None = None
+        """Asked where an answer names no option, as the papers' evaluations do, for example
+        ``{use: "rayloop.judge.reward:JudgeReward", with: {answer: tagged_box}}``; without one such an answer is wrong."""
+
+    def __init__(self, settings: OptionReward.Settings | None = None) -> None:
+        chosen = settings.judge if settings else None
+        self._judge: RewardSource | None = chosen.build() if chosen else None
+        self.infrastructure = getattr(self._judge, "infrastructure", ())
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
+        """1 or 0, with the flag ``undecided`` when no option is found. Raises the judge's errors."""
         said = context.texts[-1] if context.texts else ""
         asked = str(task.extra.get("question", ""))
         tagged = extract(said, "tagged_box")
@@ -154,8 +168,16 @@ class OptionReward:
                 found = decided(str(task.ground_truth), letter, asked)
             if not found.flags:
                 break
-        components = {"accuracy": found.value, "format": float(tagged is not None)}
-        return Scored(found.value, components, found.flags)
+        form = {"format": float(tagged is not None)}
+
+        def paid(judged: Judged) -> Outcome:
+            if not isinstance(judged, Scored):
+                return judged
+            return Scored(judged.value, {"accuracy": judged.value, **form}, judged.flags)
+
+        if found.flags and self._judge is not None:
+            return at_once(self._judge.score(trajectory, task, context), paid)
+        return paid(found)
 
 
 def inferred(answer: str, options: Mapping[str, str]) -> str | None:

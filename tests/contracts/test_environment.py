@@ -37,6 +37,7 @@ ROW = {"desktop": "sort-lines", "page": "click-test", "seed": 1}
 TASK = Task("t1", (Message("user", ("Look.", ImageSource(data=picture(56, 56)))),), extra=ROW)
 CROP = '<tool_call>{"name": "crop", "arguments": {"box": [0, 0, 1, 0.5]}}</tool_call>'
 ROTATE = '<tool_call>{"name": "rotate", "arguments": {"angle": 30}}</tool_call>'
+PUBLISHED_ROTATE = '<tool_call>{"name": "image_rotate_tool", "arguments": {"angle": 30}}</tool_call>'
 ISOLATIONS = ("thread", "process")
 
 IMPLEMENTATIONS: list[tuple[str, dict[str, Any], str]] = [
@@ -45,6 +46,7 @@ IMPLEMENTATIONS: list[tuple[str, dict[str, Any], str]] = [
     ("rayloop.envs.image_tools:ImageTools", {"min_side": 14}, CROP),
     ("rayloop.envs.image_tools:ImageTools", {"image_tools": ["rotate"]}, ROTATE),
     ("rayloop.envs.tools:ToolCalls", {}, "an answer"),
+    ("rayloop.recipes.pyvision.toolbox:VisualToolBoxV2", {}, PUBLISHED_ROTATE),
     (f"{HERE}:Coroutines", {}, "a turn"),
     (f"{HERE}:ThreadBound", {}, "a click"),
 ]

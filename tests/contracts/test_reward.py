@@ -137,6 +137,7 @@ CASES = [
     Case("rayloop.recipes.pyvision.reward:PyVisionReward", ORIGINAL_3, ORIGINAL_4, options=ORIGINAL | {"published": "vl_agent"}),
     Case("rayloop.recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>"),
     Case("rayloop.recipes.pyvision.deepeyes:DeepEyesReward", "<answer>3</answer>", "<answer>4</answer>", options=ORIGINAL),
+    Case("rayloop.recipes.pyvision.verifiers:OptionReward", "<answer>3</answer>", "<answer>4</answer>"),
     Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options=ORIGINAL),
     Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX, options={"variant": "library"}),
     Case("rayloop.recipes.arpo.reward:ArpoReward", 1.0, 0.25, options=ORIGINAL),

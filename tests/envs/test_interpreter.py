@@ -99,6 +99,29 @@ def test_errors_are_fed_back_or_end_the_episode(make: Make) -> None:
     assert run(make(on_error="stop"), "1 / 0").done
 
 
+@pytest.mark.parametrize(
+    ("wording", "hint", "said", "pictures"),
+    [
+        ("pyvision_gym_w_image_hint", "image_clue_0", "\nText Result:\nRGB 7", "Text Result:\n\nImage Result:\n<image_clue_1>"),
+        ("pyvision_gym_wo_image_hint", "image_hint_0", "\nText Result:\nRGB 7", "\nText Result:\n\nImage Result:\n<image_clue_0>"),
+    ],
+)
+def test_a_published_model_sees_what_it_was_trained_with(make: Make, wording: str, hint: str, said: str, pictures: str) -> None:
+    settings = {"wording": wording, "instruct": False, "on_error": "stop", "show_images": "_w_" in wording, "code_timeout": 2}
+    environment = make(**settings)
+    result = run(environment, f"print({hint}.mode, np.array([3, 4]).sum(), end='\\n\\n'); matplotlib, io, base64, Image")
+    assert shown(result) == f"<tool_response>\n<interpreter>{said}</interpreter>\n\n</tool_response>"
+    drawn = shown(run(environment, f"plt.imshow({hint}); plt.show()"))
+    assert drawn.startswith(f"<tool_response>\n<interpreter>{pictures}[picture]</image_clue_")
+    assert drawn.endswith("></interpreter>\n\n</tool_response>")
+    assert environment.step("<answer>\n</answer>").done
+    for ending in ("1 / 0", "while True: pass"):
+        again = make(**settings)
+        result = run(again, ending)
+        assert result.done, ending
+        assert result.error is not None
+
+
 def test_what_the_code_does_to_its_interpreter_is_the_codes_doing(make: Make) -> None:
     environment = make(code_timeout=1)
     for code in ("while True: pass", "import os; os._exit(0)", "import ctypes; ctypes.string_at(0)"):

@@ -24,6 +24,7 @@ from rayloop.core.types import derive
 from rayloop.data.dataset import image_entry
 from rayloop.data.images import FORMATS, probe
 from rayloop.data.images import read as read_image
+from rayloop.data.published.films import FRAMES_PER_SECOND, taken_apart
 from rayloop.data.published.source import ColumnMap, NewSplit, entries, folder, mapped, present
 
 SHOWN = 5
@@ -43,12 +44,18 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--original-split", action="store_true", help="new splits in the published order, not shuffled")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffled splits (default: %(default)s)")
+    parser.add_argument(
+        "--fps",
+        type=float,
+        default=FRAMES_PER_SECOND,
+        help="frames of a film that are kept, a second; 0: each (default: %(default)s)",
+    )
     if name == "generic":
         parser.add_argument("--map", type=Path, required=True, metavar="FILE.yaml", help="whose columns are which")
     chosen = parser.parse_args(arguments)
     how = load(chosen.map if name == "generic" else maps[name], (), ColumnMap)
     source = folder(how, chosen.local, chosen.hub)
-    wanted = Wanted(*_splits(chosen.splits, how), chosen.max_samples, chosen.original_split, chosen.seed)
+    wanted = Wanted(*_splits(chosen.splits, how), chosen.max_samples, chosen.original_split, chosen.seed, fps=chosen.fps)
     written, left_out = prepare(how, source, chosen.out, wanted)
     for split, count in written.items():
         print(f"{chosen.out / f'{split}.jsonl'}: {count} rows")
@@ -68,6 +75,7 @@ class Wanted:
     most: int | None = None
     original: bool = False
     seed: int = 0
+    fps: float = FRAMES_PER_SECOND
 
 
 def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
@@ -86,7 +94,7 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
         raise ConfigError(f"{source} has no row that can be used{why}")
     chosen = _chosen(how, light, wanted)
     written: dict[str, list[Row]] = {}
-    pictures, place = Pictures(out, source, how.image_folders), iter(chosen)
+    pictures, place = Pictures(out, source, how.image_folders, fps=wanted.fps), iter(chosen)
     out.mkdir(parents=True, exist_ok=True)
     for split in splits:
         for row in _rows(how, source, split):
@@ -154,7 +162,8 @@ def _finished(how: ColumnMap, row: Row, pictures: Pictures) -> Row:
         if "bbox" in row:
             row["bbox"] = fractions(row["bbox"], how.boxes, width, height, where)
     if "videos" in row:
-        row["videos"] = pictures.frames(row["videos"], beside, where)
+        row["videos"], rate = pictures.frames(row["videos"], beside, where)
+        row |= {"fps": rate} if rate else {}
     return row
 
 
@@ -238,8 +247,8 @@ NAME = 20
 class Pictures:
     """Writes below ``out/images``; reads paths below ``folders`` of the data set's ``root``, and beside the row's file."""
 
-    def __init__(self, out: Path, root: Path, folders: Sequence[str]) -> None:
-        self._out, self._root, self._folders = out, root, folders
+    def __init__(self, out: Path, root: Path, folders: Sequence[str], *, fps: float = FRAMES_PER_SECOND) -> None:
+        self._out, self._root, self._folders, self._fps = out, root, folders, fps
         self._sizes: dict[str, tuple[int, int]] = {}
 
     def keep(self, entry: Any, beside: str, where: str) -> tuple[str, int, int]:
@@ -256,9 +265,11 @@ class Pictures:
             self._sizes[path] = width, height
         return path, *self._sizes[path]
 
-    def frames(self, entry: Any, beside: str, where: str) -> list[Any]:
-        """A video: the path of an animated picture, or those of its frames. Raises DataFailure for a film (mp4, webm)."""
+    def frames(self, entry: Any, beside: str, where: str) -> tuple[list[Any], float]:
+        """A video: the path of an animated picture, or those of its frames (a film is taken apart into them), and frames per
+        second, 0 where a folder of frames does not say. Raises DataFailure."""
         found: list[Any] = []
+        rate = 0.0
         for one in entry if isinstance(entry, list | tuple) else (entry,):
             path = self._found(str(one), beside, where, or_folder=True)
             folder = path if path.is_dir() else path.with_suffix("")
@@ -267,9 +278,9 @@ class Pictures:
             elif folder.is_dir() and (shots := sorted(p for p in folder.iterdir() if p.suffix.lower() in FRAMES)):
                 found.append([str(shot.resolve()) for shot in shots])
             else:
-                made = f"mkdir {folder}; ffmpeg -i {path} -vf fps=2 {folder}/%05d.jpg"
-                raise DataFailure(where, f"{path} is a film; take it apart first, for example: {made}")
-        return found
+                made, rate = taken_apart(path, self._out / "frames", self._fps, where)
+                found.append([str(frame.resolve()) for frame in made])
+        return found, rate
 
     def _bytes(self, entry: Any, beside: str, where: str) -> bytes:
         value = entry

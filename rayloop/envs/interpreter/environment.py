@@ -110,8 +110,11 @@ class PythonInterpreter:
         forbidden: tuple[str, ...] = ()
         """Regular expressions of code that is refused before it runs, as in PyVision's runs (``recipes/pyvision/original.py``); no
         protection."""
+        wording: text.Wording = "rayloop"
+        """rayloop, or the environment of PyVision-RL whose reading of turns, results and preloaded names a published model was
+        trained with; a timeout is then an error in code. Set instruct: false and on_error: stop with it."""
         fps: float = Field(1.0, gt=0)
-        """Frames per second that a video's reader returns. Set it to what your frames were taken at."""
+        """Frames per second that a video's reader returns, where a row has no ``fps``. Set it to that of your frames."""
         sandbox: SandboxSettings = SandboxSettings()
         """How strongly code is confined, and its limits."""
 
@@ -123,6 +126,7 @@ class PythonInterpreter:
         self._images: dict[str, bytes] = {}
         self._videos: dict[str, list[bytes]] = {}
         self._shown = self._ran = 0
+        self._fps = settings.fps
 
     @staticmethod
     def preflight(settings: PythonInterpreter.Settings) -> str:
@@ -135,13 +139,15 @@ class PythonInterpreter:
         name = "image_clue" if self._settings.show_images else "image_hint"
         self._images = {f"{name}_{index}": data for index, (data, _, _) in enumerate(probed)}
         self._videos = {f"video_clue_{index}": frames for index, frames in enumerate(_videos(task))}
+        self._fps = float(task.extra.get("fps") or self._settings.fps)
         self._begin()
         return Observation(self._prompt(task, [(width, height) for _, width, height in probed]))
 
     def step(self, turn: str) -> StepResult:
         """Run the turn's code. Raises ToolDeadline with ``on_error: stop``, EnvironmentFailed when the sandbox fails."""
-        code = text.code(turn)
-        if (answer := text.answer(turn)) is not None:
+        ours = self._settings.wording == "rayloop"
+        code = text.code(turn) if ours else text.published_code(turn)
+        if (answer := text.answer(turn) if ours else text.published_answer(turn)) is not None:
             return StepResult(done=True, info={"final_answer": answer})
         if code is None:
             return self._refused("there is neither code (a ```python block, closed by ```) nor an <answer> in this turn")
@@ -156,7 +162,7 @@ class PythonInterpreter:
             given = self._interpreter.run(code, self._settings.code_timeout)
         except CodeFailed as error:
             self._interpreter = None
-            if isinstance(error, CodeDeadline) and self._settings.on_error == "stop":
+            if isinstance(error, CodeDeadline) and self._settings.on_error == "stop" and ours:
                 raise ToolDeadline(f"the code of a turn: {error}") from error
             return self._refused(f"{error}; a new interpreter begins, without the names of the old one")
         except SandboxFailed as error:
@@ -179,7 +185,10 @@ class PythonInterpreter:
             self._interpreter = self._sandbox.interpreter()
             failed = self._interpreter.images(self._images, _LOADING) if self._images else None
             for name, encoded in self._videos.items():
-                failed = failed or self._interpreter.video(name, encoded, self._settings.fps, _LOADING)
+                failed = failed or self._interpreter.video(name, encoded, self._fps, _LOADING)
+            if self._settings.wording != "rayloop":
+                converted = "".join(f"{name} = {name}.convert('RGB')\n" for name in self._images)
+                self._interpreter.run(text.PRELUDE + converted, _LOADING)
         except (SandboxFailed, CodeFailed) as error:
             self.close()
             raise EnvironmentFailed(f"the sandbox failed: {error}") from error
@@ -218,12 +227,15 @@ class PythonInterpreter:
         said = given.text + (f"\n[{lost} pictures are not shown]" if lost else "")
         if given.error is not None:
             said = f"{said.rstrip()}\n{given.error}".lstrip()
-        parts: list[str | ImageSource] = [text.opened(said)]
+        wording = self._settings.wording
+        ours = text.opened(said), text.CLOSED
+        opened, closed = ours if wording == "rayloop" else text.published_result(wording, said, bool(pictures))
+        parts: list[str | ImageSource] = [opened]
         for picture in pictures:
             before, after = text.clue(self._shown)
-            parts += [before, ImageSource(data=picture), f"{after}\n"]
+            parts += [before, ImageSource(data=picture), f"{after}\n" if wording == "rayloop" else after]
             self._shown += 1
-        observation = Observation((Message(self._settings.role, (*parts, text.CLOSED)),))
+        observation = Observation((Message(self._settings.role, (*parts, closed)),))
         stops = given.error is not None and self._settings.on_error == "stop"
         return StepResult(observation, done=stops, error=given.error, info={"seconds": given.seconds})
 

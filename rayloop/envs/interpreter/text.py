@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 STOP = "</code>"
 """The end of a sampled turn (``rollout.sampling.stop``), or the policy invents the result."""
@@ -53,3 +54,41 @@ CLOSED = "</interpreter>\n</tool_response>"
 def clue(index: int) -> tuple[str, str]:
     """What stands before and after a picture that the policy is shown."""
     return f"<image_clue_{index}>", f"</image_clue_{index}>"
+
+
+Wording = Literal["rayloop", "pyvision_gym_w_image_hint", "pyvision_gym_wo_image_hint", "pyvision_gym_wo_video_hint"]
+PRELUDE = "import base64, io, matplotlib\nimport matplotlib.pyplot as plt\nimport numpy as np\nfrom PIL import Image\n"
+"""What PyVision's interpreters have imported before a policy's code begins."""
+_OPEN, _PUBLISHED_CELL = "```python", re.compile(r"<code>\s*```python")
+_END_OF_CELL = re.compile(r"```\s*</code>")
+
+
+def published_code(turn: str) -> str | None:
+    """As PyVision-RL (62ca599) reads it, without the blanks around it, in time that is linear in the turn."""
+    found, at = None, 0
+    while cell := _PUBLISHED_CELL.search(turn, at):
+        if (end := _END_OF_CELL.search(turn, cell.end())) is None:
+            break
+        found, at = turn[cell.end() : end.start()].strip(), end.end()
+    at = turn.find(_OPEN) if found is None else -1
+    while at >= 0 and (end_at := turn.find("```", at + len(_OPEN))) >= 0:
+        found = turn[at + len(_OPEN) : end_at].strip()
+        at = turn.find(_OPEN, end_at + 3)
+    return found or None
+
+
+def published_answer(turn: str) -> str | None:
+    """As PyVision-RL reads it: what the last ``<answer>`` holds, blanks too; None when that is nothing at all."""
+    found = _ANSWER.findall(turn)
+    return found[-1] or None if found else None
+
+
+def published_result(wording: Wording, said: str, pictures: bool) -> tuple[str, str]:
+    """What PyVision-RL's environment ``wording`` writes before and behind the pictures of a result."""
+    head = f"<tool_response>\n<interpreter>\nText Result:\n{said.strip()}"
+    if pictures:
+        inner = "" if wording == "pyvision_gym_w_image_hint" else "\n"
+        head = f"<tool_response>\n<interpreter>{inner}Text Result:\n{said.strip()}\nImage Result:\n"
+    elif wording == "pyvision_gym_wo_video_hint":
+        head += "\n"
+    return head, "</interpreter>\n\n</tool_response>"

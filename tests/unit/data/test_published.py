@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -320,12 +321,32 @@ def test_boxes_become_fractions(box: Any, kind: str, made: list[float]) -> None:
             fractions(wrong, "pixels", 56, 28, "row")
 
 
-def test_a_film_is_not_guessed_at(tmp_path: Path) -> None:
+def test_a_film_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "a.mp4", b"film")
-    with pytest.raises(DataFailure, match=r"is a film; take it apart first, for example: mkdir .*ffmpeg -i"):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(DataFailure, match=r'is a film, which PyAV takes apart: pip install "rayloop\[video\]"'):
         Pictures(tmp_path / "out", tmp_path, (".",)).frames("a.mp4", str(tmp_path), "row")
     written(tmp_path / "b.gif", b"GIF")
-    assert Pictures(tmp_path, tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row") == [str(tmp_path / "b.gif")]
+    assert Pictures(tmp_path, tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row") == ([str(tmp_path / "b.gif")], 0.0)
+
+
+@pytest.mark.parametrize(("per_second", "kept", "rate"), [(2.0, 4, 2.0), (0.0, 16, 8.0), (30.0, 16, 8.0)])
+def test_a_film_is_taken_apart(per_second: float, kept: int, rate: float, tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    with av.open(str(tmp_path / "a.mp4"), "w") as film:
+        stream = film.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for index in range(16):
+            film.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), (index * 16, 0, 0)))))
+        film.mux(stream.encode())
+    ((frames,), found) = Pictures(tmp_path / "out", tmp_path, (".",), fps=per_second).frames("a.mp4", str(tmp_path), "row")
+    assert (len(frames), found) == (kept, rate)
+    reds = [Image.open(frame).convert("RGB").getpixel((30, 20))[0] for frame in frames]  # type: ignore[index]
+    assert reds == sorted(reds)
+    assert reds[-1] == pytest.approx(240 if kept == 16 else 192, abs=12)
+    written(tmp_path / "b.mp4", b"no film")
+    with pytest.raises(DataFailure, match="cannot be read as a film"):
+        Pictures(tmp_path / "out", tmp_path, (".",)).frames("b.mp4", str(tmp_path), "row")
 
 
 def osworld(folder: Path, listed: str) -> list[str]:

@@ -100,7 +100,7 @@ def test_every_tool_can_be_driven_from_the_rendered_prompt(
 
 
 def test_templates_and_prompts_do_not_both_describe_the_tools() -> None:
-    for describe, in_template, messages in (("template", 5, 1), ("prompt", 0, 2), ("nowhere", 0, 1)):
+    for describe, in_template, messages in (("template", len(NAMES), 1), ("prompt", 0, 2), ("nowhere", 0, 1)):
         environment = made(describe=describe)
         assert len(schemas(environment)) == in_template
         assert len(environment.reset(task(page())).messages) == messages

@@ -18,6 +18,7 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
+from rayloop.data.images import smart_resize
 from rayloop.measure.controls import RIGHT, Item
 from rayloop.recipes.pyvision.verifiers import OptionReward
 from rayloop.run.config import read
@@ -46,7 +47,7 @@ def test_a_benchmark_is_laid_over_any_configuration(name: str) -> None:
     path = recipes.benchmarks()[name]
     config = read(QUICKSTART, ["evaluation.limit=3"], [path])
     check_components(config)
-    assert config.model == read(QUICKSTART, []).model
+    assert config.model.path == read(QUICKSTART, []).model.path
     assert config.evaluation.limit == 3
     assert config.data.eval is not None
     assert config.data.eval != read(QUICKSTART, []).data.eval
@@ -73,11 +74,36 @@ def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> N
     asked = f"What is the material of the glove?\n{choices}\nAnswer with the option's letter from the given choices directly."
     row = {"id": "1", "image": "page.png", "question": asked, "answer": "B"}
     (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    over = recipes.benchmarks()["vstar"]
-    config = read(ROOT / "recipes/pyvision/quickstart.yaml", [f"model.path={ROOT}/recipes/pyvision/tiny"], [over])
+    given = [f"model.path={ROOT}/recipes/pyvision/tiny", "model.max_pixels=12544", "environment.episode.max_prompt_tokens=256"]
+    config = read(ROOT / "recipes/pyvision/quickstart.yaml", given, [recipes.benchmarks()["vstar"]])
     (task,) = Dataset(str(tmp_path / "test.jsonl"), config.data.reader.build(), True, print)
     length = len(Renderer(config.model).prompt(task.messages).token_ids)
     assert 96 < length < config.environment.episode.max_prompt_tokens - 32, "room for what the environment puts around an image"
+
+
+@pytest.mark.parametrize("name", ["vstar", "hr_bench_4k", "hr_bench_8k"])
+@pytest.mark.parametrize("recipe", ["pyvision", "deepeyes", "presets/image"])
+def test_large_images_are_shown_as_published_and_fit(name: str, recipe: str) -> None:
+    config = read(ROOT / f"recipes/pyvision/{recipe}.yaml", [], [recipes.benchmarks()[name]])
+    assert config.model.max_pixels == 16384 * 28 * 28
+    height, width = smart_resize(5000, 8000, 28, config.model.min_pixels, config.model.max_pixels)
+    tokens = height * width // 28**2
+    assert 16_000 < tokens <= 16_384
+    assert tokens + 8_192 <= config.environment.episode.max_prompt_tokens
+    assert (
+        config.environment.episode.max_prompt_tokens + 2 * config.rollout.sampling.max_tokens
+        <= config.environment.episode.max_tokens
+    )
+
+
+def test_a_judge_decides_where_no_option_is_found() -> None:
+    extra: dict[str, Any] = {"question": "Which colour?\nA. red\nB. blue"}
+    judge = {"use": "tests.originals.test_pyvision:Always"}
+    reward = OptionReward(OptionReward.Settings.model_validate({"judge": judge}))
+    for said, accuracy in (("<answer>navy</answer>", 1.0), ("<answer>A</answer>", 0.0), ("<answer>B</answer>", 1.0)):
+        outcome = reward.score(PLAYED, Task("t", (), "B", extra=extra), ScoreContext(0, [said]))
+        assert isinstance(outcome, Scored)
+        assert (outcome.value, outcome.components["accuracy"]) == (accuracy, accuracy)
 
 
 def test_a_mistake_in_a_benchmark_is_reported_with_its_line(tmp_path: Path) -> None:
