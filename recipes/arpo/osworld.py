@@ -42,6 +42,8 @@ def tasks(folder: Path, name: Path) -> list[dict[str, Any]]:
         made = rows(file)
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{file} is no list of tasks, {{domain: [id, ...]}}: {error}") from error
+    if not made:
+        raise ConfigError(f"{file} names no task: expected {{domain: [id, ...]}}")
     for row in made:
         task = folder / "examples" / f"{row['osworld']}.json"
         try:
