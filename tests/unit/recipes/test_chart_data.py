@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -16,6 +17,7 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Sampling, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
+from rayloop.recipes.chart_rvr.checkout import SHA256
 from rayloop.recipes.chart_rvr.charts import HEIGHT, KINDS, WIDTH, chart, figure
 from rayloop.recipes.chart_rvr.data import ChartAnswers, ChartRows
 from rayloop.recipes.chart_rvr.prepare import charts, main
@@ -171,3 +173,29 @@ def test_a_preset_plays_as_many_answers_as_it_says(name: str, rows: int, epochs:
 def test_rows_are_plain_json(folder: Path) -> None:
     first = json.loads((folder / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert set(first) == {"id", "image", "query", "label", "table", "chart_type", "reasoning", "data_source"}
+
+
+PUBLISHED = 'SYSTEM_PROMPT_TEMPLATES = {\n    # 4: """other"""\n    4: """\n  As \\ it is.\n""",\n}\nraise SystemExit("it ran")\n'
+
+
+def test_the_published_prompt_is_read_from_a_checkout_and_nothing_of_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.py").write_text(PUBLISHED, encoding="utf-8")
+    text = "\n  As \\ it is.\n"
+    monkeypatch.setitem(SHA256, 4, hashlib.sha256(text.encode()).hexdigest())
+    settings = ChartRows.Settings.model_validate({"template": {"checkout": str(tmp_path)}})
+    assert ChartRows(settings).task(row(), "rows:1", Path()).messages[0].parts == (text,)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(None, "No such file"), ("x = 1\n", "has no SYSTEM_PROMPT_TEMPLATES"), (PUBLISHED, "is not the published one"), ("(", "to read")],
+)  # fmt: skip
+def test_a_checkout_without_the_published_prompt_says_where_it_looked(content: str | None, why: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "prompts.py").write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=why) as found:
+        ChartRows(ChartRows.Settings.model_validate({"template": {"checkout": str(tmp_path)}}))
+    assert str(tmp_path / "prompts.py") in str(found.value)
+    assert "git clone https://github.com/sanchit97/chartrl" in str(found.value)

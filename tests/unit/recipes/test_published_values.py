@@ -1,34 +1,103 @@
-"""The first lines of a configuration name what is not the original's: each of these values is another one in it."""
+"""Each recipe's published.yaml: what it says is published is what the faithful preset sets, and what it says is ours the default's."""
 
 from __future__ import annotations
 
-from functools import reduce
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from rayloop.run.config import read
+from benchmarks.pages.published import ABSENT, configurations, files, page, value_at
 from tests.support.runs import ROOT
 
+FILES = files()
+SECTIONS = {"source", "default", "faithful", "values", "differences", "prompts"}
+ALLOWED = {
+    "values": ({"what", "published"}, {"key", "ours", "reason"}),
+    "differences": ({"what", "original", "corrected", "why", "run"}, set()),
+    "prompts": ({"from", "sha256"}, {"file", "why"}),
+}  # fmt: skip
+"""Section -> what each of its entries must have, and what it may."""
 
-@pytest.mark.parametrize(
-    ("name", "said", "key", "original"),
-    [
-        ("pyvision/pyvision", "weight_decay (0.01)", "policy.optimizer.weight_decay", 0.01),
-        ("pyvision/pyvision", "turns in an evaluation (30)", "environment.episode.max_turns", 30),
-        ("pyvision/deepeyes", "weight_decay (0.01)", "policy.optimizer.weight_decay", 0.01),
-        ("pyvision/deepeyes", "checkpoints (every 8)", "checkpoint.every", 8),
-        ("pyvision/deepeyes", "memory (0.8)", "rollout.engine.memory_fraction", 0.8),
-        ("arpo/arpo", "every 8 steps", "evaluation.every", 8),
-        ("arpo/arpo", "three kept", "checkpoint.keep", 3),
-        ("arpo/arpo", "memory (0.6)", "rollout.engine.memory_fraction", 0.6),
-        ("arpo/osworld", "max_images (15)", "environment.episode.max_images", 15),
-        ("arc_vision/arc_vision", "which are 20 updates", "policy.optimizer.warmup_steps", 20),
-        ("arc_vision/arc_vision", "engine (SGLang)", "rollout.engine.kind", "sglang"),
-        ("chart_rvr/chart_rvr", "falls linearly to 0", "policy.optimizer.schedule", "linear"),
-    ],
-)
-def test_what_is_said_to_be_another_value_is_one(name: str, said: str, key: str, original: object) -> None:
-    file = ROOT / f"recipes/{name}.yaml"
-    first = " ".join(line.lstrip("# ") for line in file.read_text(encoding="utf-8").partition("\nname:")[0].splitlines())
-    assert said in first
-    assert reduce(getattr, key.split("."), read(file, [])) != original
+
+def data(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return found
+
+
+def named(path: Path) -> str:
+    return f"{path.parent.name}-{path.stem}"
+
+
+def same(found: Any, said: Any) -> bool:
+    if isinstance(found, list | tuple) and isinstance(said, list | tuple):
+        return len(found) == len(said) and all(map(same, found, said))
+    if isinstance(found, bool) or isinstance(said, bool):
+        return found is said
+    if isinstance(found, int | float) and isinstance(said, int | float):
+        return float(found) == float(said)
+    return bool(found == said)
+
+
+def test_there_is_one_for_charts() -> None:
+    assert ROOT / "recipes/chart_rvr/published.yaml" in FILES
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_its_form(path: Path) -> None:
+    found = data(path)
+    assert SECTIONS - {"prompts"} <= set(found) <= SECTIONS
+    assert {"repository", "commit", "licence"} == set(found["source"])
+    for section, (must, may) in ALLOWED.items():
+        for entry in found.get(section) or ():
+            assert must <= set(entry) <= must | may, entry
+    for entry in found["values"]:
+        assert entry.get("reason") or ("key" in entry and "ours" not in entry), f"{entry['what']}: a reason is needed"
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_the_faithful_preset_has_what_is_published_and_the_default_what_is_ours(path: Path) -> None:
+    default, faithful = configurations(path)
+    wrong = []
+    for entry in (entry for entry in data(path)["values"] if "key" in entry):
+        said = {"faithful": (faithful, entry["published"]), "default": (default, entry.get("ours", entry["published"]))}
+        for which, (config, value) in said.items():
+            found = value_at(config, entry["key"])
+            if not same(None if found is ABSENT else found, value):
+                wrong.append(f"{entry['what']}: {entry['key']} is {found!r} in the {which} configuration, not {value!r}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_a_value_that_differs_is_another_one(path: Path) -> None:
+    assert [e["what"] for e in data(path)["values"] if "ours" in e and same(e["ours"], e["published"])] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_prompts_that_are_shipped_have_their_hash(path: Path) -> None:
+    for prompt in data(path).get("prompts") or ():
+        if "file" in prompt:
+            text = (path.parent / prompt["file"]).read_bytes()
+            assert hashlib.sha256(text).hexdigest() == prompt["sha256"], prompt["file"]
+        else:
+            assert prompt.get("why"), f"{prompt['from']}: why is it not shipped?"
+    shipped = {str(Path("prompts") / name) for name in os.listdir(path.parent / "prompts")} if (path.parent / "prompts").is_dir() else set()
+    assert shipped <= {prompt.get("file") for one in path.parent.glob("published*.yaml") for prompt in data(one).get("prompts") or ()}
+
+
+def test_the_page_is_generated() -> None:
+    assert (ROOT / "docs/published_values.md").read_text(encoding="utf-8") == page(), "make docs"
+
+
+def test_a_place_is_found_with_the_defaults_of_components() -> None:
+    reward = {"use": "rayloop.recipes.chart_rvr.rewards.reward:ChartReward", "with": {"weights": {"process": 0}}}
+    config = {"reward": {"source": reward}, "over": {"a.b": 1}, "none": None}
+    assert value_at(config, "reward.source.with.weights.process") == 0
+    assert value_at(config, "reward.source.with.weights.format") == 1.0
+    assert value_at(config, "over.a.b") == 1
+    assert value_at(config, "none") is None
+    assert value_at(config, "none.more") is ABSENT
+    assert value_at(config, "reward.sauce") is ABSENT
