@@ -157,7 +157,7 @@ def test_a_row_without_rationale_has_no_supervised_answer() -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "epochs", "answers"),
     [("paper", 34_194, 4, 4), ("safe", 34_194, 1, 4), ("moderate", 34_194, 1, 2), ("fast", 10_000, 1, 2),
-     ("ultra_fast", 1_000, 1, 2)],
+     ("ultra_fast", 1_000, 1, 2), ("one_gpu", 34_194, 1, 4), ("faithful", 34_194, 4, 4)],
 )  # fmt: skip
 def test_a_preset_plays_as_many_answers_as_it_says(name: str, rows: int, epochs: int, answers: int) -> None:
     config = read(RECIPE / f"presets/{name}.yaml", [])
@@ -166,7 +166,7 @@ def test_a_preset_plays_as_many_answers_as_it_says(name: str, rows: int, epochs:
     assert config.steps * config.algorithm.target == rows * epochs * answers
     assert config.name == f"chart-rvr-{name.replace('_', '-')}"
     assert {path.stem for path in (RECIPE / "presets").glob("*.yaml")} == {
-        "paper", "safe", "moderate", "fast", "ultra_fast"
+        "paper", "safe", "moderate", "fast", "ultra_fast", "one_gpu", "faithful"
     }  # fmt: skip
 
 
