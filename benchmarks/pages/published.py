@@ -15,9 +15,9 @@ from rayloop.run.config import read
 ROOT = Path(__file__).parents[2]
 HEADER = """# Published values, and ours
 
-Made by `python -m benchmarks.pages.published`; do not edit. Of each published system: every value of its scripts beside ours, what differs in
-behaviour, and its prompts by the SHA-256 of their text. A value without a key has its reason. The first configuration is the default,
-the second repeats the original.
+Made by `python -m benchmarks.pages.published`; do not edit. Of each published system: every value of its scripts beside ours,
+what differs in behaviour, and its prompts by the SHA-256 of their text. A value without a key has its reason. The first
+configuration is the default, the second repeats the original.
 """
 ABSENT = object()
 """A configuration has nothing at this place."""
@@ -40,7 +40,8 @@ def section(path: Path) -> Iterator[str]:
     name = path.parent.name + path.stem.removeprefix("published").replace("_", " ")
     licence = "no licence" if source["licence"] in (None, "none") else source["licence"]
     yield f"## {name}\n"
-    yield f"`{source['repository']}` at {source['commit']} ({licence}). `{folder}/{data['default']}`, `{folder}/{data['faithful']}`.\n"
+    runs = ", ".join(f"`{folder}/{data[which]}`" for which in ("default", "faithful"))
+    yield f"`{source['repository']}` at {source['commit']} ({licence}). {runs}.\n"
     yield from table(("value", "key", "published", "ours", "reason"), map(row_of, data["values"]))
     names = ("what", "original", "corrected", "why", "run")
     yield from table(("differs", *names[1:4], "which runs"), ([one.get(key, "") for key in names] for one in data["differences"]))
@@ -95,7 +96,9 @@ def _settings(component: Mapping[str, Any]) -> Mapping[str, Any]:
 def configurations(path: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """The default and the faithful configuration of a file, as plain values. Raises ConfigError."""
     data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    default, faithful = (read(path.parent / data[name], []).model_dump(mode="json", by_alias=True) for name in ("default", "faithful"))
+    default, faithful = (
+        read(path.parent / data[name], []).model_dump(mode="json", by_alias=True) for name in ("default", "faithful")
+    )
     return default, faithful
 
 

@@ -30,7 +30,7 @@ ATTEMPTS = 4
 """How often a teacher is asked that cannot be reached, is busy or fails: with 1, 2 and 4 seconds between."""
 TIMEOUT = 600.0
 """Seconds for one answer of the teacher."""
-SYSTEM = f"""You see a chart, a question about it and the true answer. Write how the answer follows from the chart, in three sections:
+SYSTEM = f"""You see a chart, a question about it and the true answer. Write how the answer follows, in three sections:
 ### Table
 the chart's data as one JSON object {{"columns": [...], "rows": [[...], ...]}} and nothing else
 ### Reasoning
@@ -102,8 +102,8 @@ def _finished(teacher: Teacher, row: Mapping[str, Any], root: Path, out: Path) -
 
 
 def parsed(text: str, where: str = "") -> dict[str, Any]:
-    """``table`` (None when it is no table), ``reasoning`` and ``chart_type`` of a teacher's answer. Raises DataFailure for one without
-    numbered steps or with another type: a guess would be paid as the truth."""
+    """``table`` (None when it is no table), ``reasoning`` and ``chart_type`` of a teacher's answer. Raises DataFailure for one
+    without numbered steps or with another type: a guess would be paid as the truth."""
     _, *pieces = _SECTION.split(text)
     found = {name.lower(): body.strip() for name, body in zip(pieces[::2], pieces[1::2], strict=True)}
     kind = found.get("type", "").strip(" .*`\"'").lower()
@@ -133,7 +133,10 @@ class Teacher:
         """The teacher's text. Raises DataFailure when it refuses the request, InfrastructureFailure when it cannot be had."""
         kind = "png" if image.startswith(b"\x89PNG") else "webp" if image[8:12] == b"WEBP" else "jpeg"
         url = f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
-        said = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": f"Question: {question}\nAnswer: {label}"}]
+        said = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": f"Question: {question}\nAnswer: {label}"},
+        ]
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]
         why = ""
         for attempt in range(ATTEMPTS):

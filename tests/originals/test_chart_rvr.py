@@ -158,7 +158,15 @@ def _answer(draw: random.Random, label: Any) -> str:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isnan(number) and draw.random() < 0.6:
-        near = [f"{number * 1.04}", f"{number * 1.06}", f"{number * 0.951}", f"{number}.", f"{number}..", f"{number}%", f"-{number}"]
+        near = [
+            f"{number * 1.04}",
+            f"{number * 1.06}",
+            f"{number * 0.951}",
+            f"{number}.",
+            f"{number}..",
+            f"{number}%",
+            f"-{number}",
+        ]
         return draw.choice([str(label), *near, "nan", "inf", "0", "1,000", f"${number}", f" {number} ", f"{number}e0"])
     return draw.choice([str(label), str(label).upper(), f"{label}.", "", "yes", "No", "[1, 2]", "١٢", "None", "ten"])
 
@@ -244,9 +252,9 @@ def test_the_seven_components_are_theirs(variant: str) -> None:
 
 
 ANSWERS = (
-    "10", "10.", "10.5", "9.5", "10.50001", "0", "0.0", "-5", "5", "50%", "0.5", "5 %", "yes", "Yes", "Yes.", " yes ", "no", "1,000",
-    "1000", "nan", "NaN", "inf", "", "%", "1e3", "[1, 2]", "[1,2]", "١٠", "10%", "0.1", "2010", "2015", "100%%", "unanswerable", ".",
-    "..", "-", "٪",
+    "10", "10.", "10.5", "9.5", "10.50001", "0", "0.0", "-5", "5", "50%", "0.5", "5 %", "yes", "Yes", "Yes.", " yes ", "no",
+    "1,000", "1000", "nan", "NaN", "inf", "", "%", "1e3", "[1, 2]", "[1,2]", "١٠", "10%", "0.1", "2010", "2015", "100%%",
+    "unanswerable", ".", "..", "-", "٪",
 )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
         "--images-root",
         type=Path,
         metavar="FOLDER",
-        help="where images and videos are that the rows name by paths of another machine: the longest end of such a path that exists",
+        help="where files are that rows name by paths of another machine: by the longest end that exists",
     )
     parser.add_argument("--hub", default="", metavar="OWNER/NAME", help="another data set of the Hub in the same layout")
     parser.add_argument("--max-samples", type=int, metavar="N", help="rows at most: of all new splits, of each published one")

@@ -24,7 +24,8 @@ EMBEDDER = Role("embedder", ("embed",))
 NO_EMBEDDER = (
     "the process reward (weights.process) compares texts with an embedder, and none is configured. Name one, for example\n"
     "      embedder: {use: rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://host:8000/v1}}\n"
-    "    or rayloop.engines.text_embedder:TextEmbedder (the model in the process), or rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder (counts words, needs no model), or set weights.process: 0"
+    "    or rayloop.engines.text_embedder:TextEmbedder (the model in the process),\n"
+    "    or rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder (counts words, needs no model), or set weights.process: 0"
 )
 
 

@@ -20,7 +20,10 @@ from rayloop.recipes.chart_rvr import chains
 from rayloop.recipes.chart_rvr.data import ChartAnswers, ChartRows
 from tests.unit.data.test_published import png
 
-GOOD = '### Table\n```json\n{"columns": ["Year", "Sales"], "rows": [["2019", 10]]}\n```\n### Reasoning\n<step-1>: read 10\n### Type\nBar.'
+GOOD = (
+    '### Table\n```json\n{"columns": ["Year", "Sales"], "rows": [["2019", 10]]}\n```\n'
+    "### Reasoning\n<step-1>: read 10\n### Type\nBar."
+)
 
 
 @contextmanager
@@ -60,7 +63,18 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(folder: Path, url: str, *options: str) -> int:
-    given = ["--rows", str(folder / "in/rows.jsonl"), "--out", str(folder / "out"), "--url", url, "--model", "big", "--at-once", "1"]
+    given = [
+        "--rows",
+        str(folder / "in/rows.jsonl"),
+        "--out",
+        str(folder / "out"),
+        "--url",
+        url,
+        "--model",
+        "big",
+        "--at-once",
+        "1",
+    ]
     return main(["data", "prepare", "chart_chains", *given, *options])
 
 

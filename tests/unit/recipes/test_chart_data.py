@@ -17,8 +17,8 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Sampling, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
-from rayloop.recipes.chart_rvr.checkout import SHA256
 from rayloop.recipes.chart_rvr.charts import HEIGHT, KINDS, WIDTH, chart, figure
+from rayloop.recipes.chart_rvr.checkout import SHA256
 from rayloop.recipes.chart_rvr.data import ChartAnswers, ChartRows
 from rayloop.recipes.chart_rvr.prepare import charts, main
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
@@ -190,7 +190,8 @@ def test_the_published_prompt_is_read_from_a_checkout_and_nothing_of_it_is_run(
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(None, "No such file"), ("x = 1\n", "has no SYSTEM_PROMPT_TEMPLATES"), (PUBLISHED, "is not the published one"), ("(", "to read")],
+    [(None, "No such file"), ("x = 1\n", "has no SYSTEM_PROMPT_TEMPLATES"), (PUBLISHED, "is not the published one"),
+     ("(", "to read")],
 )  # fmt: skip
 def test_a_checkout_without_the_published_prompt_says_where_it_looked(content: str | None, why: str, tmp_path: Path) -> None:
     if content is not None:
