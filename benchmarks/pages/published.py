@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def row_of(one: Mapping[str, Any]) -> list[str]:
     return [one["what"], key, written(one["published"]), "" if ours is ABSENT else written(ours), one.get("reason", "")]
 
 
-def table(head: Sequence[str], rows: Iterator[Sequence[str]] | map[list[str]]) -> Iterator[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> Iterator[str]:
     """A table in markdown; nothing without rows."""
     lines = ["| " + " | ".join(str(cell).replace("|", "\\|").replace("<", "&lt;") for cell in row) + " |" for row in rows]
     if lines:

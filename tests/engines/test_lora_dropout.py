@@ -36,7 +36,7 @@ def test_logprobs_are_without_dropout_also_after_an_update(tiny_vlm: Path, tmp_p
 
 
 def test_an_update_is_with_dropout_and_continues_bit_exactly(tiny_vlm: Path, tmp_path: Path) -> None:
-    items, exported = mixed_items(tiny_vlm), {}
+    items, exported = mixed_items(tiny_vlm), dict[str, dict[str, torch.Tensor]]()
     for name, settings in (("whole", FsdpSettings(lora=LoraSettings(rank=4))), ("forgetful", FORGETFUL)):
         with engine(tiny_vlm, settings, FAST) as trainer:
             trainer.train([items])

@@ -216,7 +216,7 @@ def ours(case: Case, variant: str) -> dict[str, list[float]]:
 
 def theirs(case: Case, code: types.ModuleType) -> dict[str, list[float]]:
     """What the originals' functions pay."""
-    size, found = len(case.texts), {}
+    size, found = len(case.texts), dict[str, list[float]]()
     for function, name in PUBLISHED.items():
         columns: dict[str, Any] = {
             "label": [case.label] * size, "chart_type": [case.chart_type] * size, "reasoning": [case.reasoning] * size,
@@ -261,7 +261,7 @@ ANSWERS = (
 @needs_originals
 def test_relaxed_accuracy_and_exact_match_are_theirs() -> None:
     code = module(REPOSITORIES["original"], "metrics.py")
-    draw, wrong = random.Random(1), []
+    draw, wrong = random.Random(1), list[tuple[str, str, Any]]()
     for _ in range(20_000):
         true, said = draw.choice(ANSWERS), draw.choice(ANSWERS)
         wrong += [
