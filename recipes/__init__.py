@@ -16,7 +16,7 @@ def having(module: str) -> list[str]:
     return sorted(name for name in names if find_spec(f"{__name__}.{name}.{module}"))
 
 
-PREPARED = {"osworld": "rayloop.recipes.arpo.osworld"}
+PREPARED = {"osworld": "rayloop.recipes.arpo.osworld", "chart_chains": "rayloop.recipes.chart_rvr.chains"}
 """Data sets whose rows no map of columns can make -> the module with their ``main(arguments)``."""
 
 

@@ -88,6 +88,7 @@ COMPONENTS = {
     ),
     ("Embedders", "reward.source.with.embedder"): (
         "rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder",
+        "rayloop.engines.text_embedder:TextEmbedder",
         "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder",
     ),
     ("Ways to find a judge", "reward.source.with.judge.discovery"): (

@@ -272,9 +272,9 @@ class OptimizerSettings(SettingsModel):
     warmup_steps: int = Field(0, ge=0)
     """Steps of the run over which the learning rate grows linearly to lr, with each of their updates. Some, when the first updates
     are large."""
-    schedule: Literal["constant", "cosine", "wsd"] = "constant"
-    """After the warm-up. wsd (warm-up, stable, decay): constant, then linear to 0 over the last 0.3. Keep
-    constant while you do not know how long a run will be."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After the warm-up. linear and cosine fall to 0 over the run (linear: the default of transformers and TRL); wsd (warm-up,
+    stable, decay): constant, then linear to 0 over the last 0.3. Keep constant while you do not know how long a run will be."""
     grad_clip: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm. Lower it when single steps (``actor/grad_norm``) throw the policy off."""
 
@@ -299,8 +299,9 @@ class LoraSettings(SettingsModel):
     """Size of the adapters. More can express more, and costs memory (docs/choosing_settings.md)."""
     alpha: float = Field(16.0, gt=0)
     """The adapters' output is scaled by alpha / rank: scale both together, or the effective learning rate changes."""
-    dropout: ClassVar[float] = 0.0
-    """With dropout the trainer's log-probs are not those of the sampled policy."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of the adapters' inputs that an update leaves out, to repeat a published run; log-probs are computed without. The
+    updated policy is then not quite the sampled one, which the log-prob mismatch of the loss shows."""
     targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter: all of a layer, as all models that can be trained here name them."""
 

@@ -46,6 +46,8 @@ def tasks(folder: Path, name: Path, prompt: Prompt = UI_TARS_OR_FAIL) -> list[di
         made = rows(file, prompt)
     except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{file} is no list of tasks, {{domain: [id, ...]}}: {error}") from error
+    if not made:
+        raise ConfigError(f"{file} names no task: expected {{domain: [id, ...]}}")
     for row in made:
         task = folder / "examples" / f"{row['osworld']}.json"
         try:

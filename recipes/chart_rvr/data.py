@@ -12,6 +12,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Message, Task
 from rayloop.data.dataset import field, image_entry
+from rayloop.recipes.chart_rvr.checkout import Checkout
 from rayloop.rewards.saved import parsed
 
 TYPES = ("line", "bar", "stacked bar", "pie", "histogram", "scatterplot", "area", "stacked area", "bubble", "treemap")
@@ -34,8 +35,9 @@ class ChartRows:
     may be missing, and tables JSON in a text. The chart's type splits the metrics."""
 
     class Settings(SettingsModel):
-        template: Literal["direct", "steps", "type", "table"] = "table"
-        """The answer that the prompt asks for; rewards for type and table need ``table``, answers without reasoning ``direct``."""
+        template: Literal["direct", "steps", "type", "table"] | Checkout = "table"
+        """The answer that the prompt asks for; rewards for type and table need ``table``, answers without reasoning ``direct``.
+        ``{checkout: FOLDER}``: the published prompt, from a checkout of its repository."""
         system: str = ""
         """Another text in place of the template's, for a prompt of your own."""
         suffix: str = ""
@@ -58,7 +60,9 @@ class ChartRows:
         """Further columns that a reward or a benchmark's rule reads from the task."""
 
     def __init__(self, settings: ChartRows.Settings) -> None:
-        self._settings = settings
+        """Raises ConfigError for a checkout without the published prompt."""
+        self._settings, template = settings, settings.template
+        self._system = settings.system or (TEMPLATES[template] if isinstance(template, str) else template.text())
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task. Raises DataFailure."""
@@ -77,7 +81,7 @@ class ChartRows:
             "reasoning": row.get(names.reasoning),
         }
         messages = (
-            Message("system", (names.system or TEMPLATES[names.template],)),
+            Message("system", (self._system,)),
             Message("user", (image_entry(field(row, names.image, where), where, root), question)),
         )
         source = str(row.get(names.source) or row.get("data_source") or kind or "")

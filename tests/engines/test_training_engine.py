@@ -66,6 +66,13 @@ def test_learning_rate_warms_up_stays_and_decays_linearly(monkeypatch: pytest.Mo
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
 
 
+def test_learning_rate_warms_up_and_falls_linearly() -> None:
+    """As transformers' ``get_linear_schedule_with_warmup``, whose first update after the warm-up has the whole rate."""
+    settings = OptimizerSettings(lr=1.0, warmup_steps=2, schedule="linear").over(10)
+    rates = [learning_rate(settings, u) for u in range(12)]
+    assert rates == pytest.approx([0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125, 0, 0])
+
+
 def test_an_update_raises_the_probability_of_what_was_good(tiny_vlm: Path) -> None:
     items = mixed_items(tiny_vlm)
     played = [item.trajectory for item in items]

@@ -22,7 +22,7 @@ WORDS = 30_000
 GLOSSARY_WORDS = 400
 PRODUCT = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
 """The folders that are installed."""
-GENERATED = tuple(f"docs/{name}.md" for name in ("config", "components", "events", "metrics", "doctor", "sft"))
+GENERATED = tuple(f"docs/{name}.md" for name in ("config", "components", "events", "metrics", "doctor", "sft", "published_values"))
 """Pages that ``make docs`` writes."""
 
 

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import random
+import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,8 @@ from rayloop.data.published.films import FRAMES_PER_SECOND, taken_apart
 from rayloop.data.published.source import ColumnMap, NewSplit, entries, folder, mapped, present
 
 SHOWN = 5
-"""Rows left out that are named; the others are counted."""
+"""Reasons for rows left out that are named; the others are counted."""
+_NAMES = re.compile(r"\S*[\\/.\d]\S*")
 Row = dict[str, Any]
 
 
@@ -37,6 +39,12 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m rayloop data prepare {name}", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write SPLIT.jsonl and images/ into")
     parser.add_argument("--from", dest="local", type=Path, metavar="FOLDER", help="the published files (default: the Hub)")
+    parser.add_argument(
+        "--images-root",
+        type=Path,
+        metavar="FOLDER",
+        help="where files are that rows name by paths of another machine: by the longest end that exists",
+    )
     parser.add_argument("--hub", default="", metavar="OWNER/NAME", help="another data set of the Hub in the same layout")
     parser.add_argument("--max-samples", type=int, metavar="N", help="rows at most: of all new splits, of each published one")
     parser.add_argument(
@@ -55,20 +63,38 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     how = load(chosen.map if name == "generic" else maps[name], (), ColumnMap)
     source = folder(how, chosen.local, chosen.hub)
-    wanted = Wanted(*_splits(chosen.splits, how), chosen.max_samples, chosen.original_split, chosen.seed, fps=chosen.fps)
+    if chosen.images_root is not None and not chosen.images_root.is_dir():
+        raise ConfigError(f"--images-root {chosen.images_root} is no folder (seen from {Path.cwd()})")
+    wanted = Wanted(
+        *_splits(chosen.splits, how),
+        chosen.max_samples,
+        chosen.original_split,
+        chosen.seed,
+        fps=chosen.fps,
+        images=chosen.images_root,
+    )
     written, left_out = prepare(how, source, chosen.out, wanted)
     for split, count in written.items():
         print(f"{chosen.out / f'{split}.jsonl'}: {count} rows")
-    for failure in left_out[:SHOWN]:
-        print(f"left out: {failure}")
-    if len(left_out) > SHOWN:
-        print(f"left out: {len(left_out)} rows in all")
+    for line in reasons(left_out):
+        print(f"left out: {line}")
     return 0
+
+
+def reasons(failures: Sequence[DataFailure]) -> list[str]:
+    """Each reason with the number of its rows and the first of them, the most frequent first; names and numbers do not count."""
+    kinds: dict[str, list[DataFailure]] = defaultdict(list)
+    for failure in failures:
+        kinds[_NAMES.sub("", failure.reason)].append(failure)
+    found = sorted(kinds.values(), key=len, reverse=True)
+    rest = [f"{sum(map(len, found[SHOWN:]))} rows for {len(found) - SHOWN} other reasons"] if len(found) > SHOWN else []
+    return [f"{len(same)} row{'s' * (len(same) > 1)}, such as {same[0]}" for same in found[:SHOWN]] + rest
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """``published``: which splits to read, empty for all; ``new``: rows of each new split; ``most``: rows at most."""
+    """``published``: which splits to read, empty for all; ``new``: rows of each new split; ``most``: rows at most; ``images``: the
+    folder of images that the rows name by paths of another machine."""
 
     published: tuple[str, ...] = ()
     new: Mapping[str, int] = field(default_factory=dict)
@@ -76,6 +102,7 @@ class Wanted:
     original: bool = False
     seed: int = 0
     fps: float = FRAMES_PER_SECOND
+    images: Path | None = None
 
 
 def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
@@ -90,11 +117,10 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
             else:
                 light.append((split, {name: value for name, value in row.items() if name not in ("image", "videos")}))
     if not light:
-        why = f"; the first reason: {left_out[0]}" if left_out else ""
-        raise ConfigError(f"{source} has no row that can be used{why}")
+        raise _no_row(source, left_out)
     chosen = _chosen(how, light, wanted)
     written: dict[str, list[Row]] = {}
-    pictures, place = Pictures(out, source, how.image_folders, fps=wanted.fps), iter(chosen)
+    pictures, place = Pictures(out, source, how.image_folders, wanted.images, fps=wanted.fps), iter(chosen)
     out.mkdir(parents=True, exist_ok=True)
     for split in splits:
         for row in _rows(how, source, split):
@@ -107,12 +133,17 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
             else:
                 written.setdefault(target, []).append(finished)
     if not written:
-        raise ConfigError(f"{source} has no row that can be used; the first reason: {left_out[0]}")
+        raise _no_row(source, left_out)
     for split, rows in written.items():
         if not wanted.original and split not in splits:
             random.Random(derive(wanted.seed, "order", split)).shuffle(rows)
         write_whole(out / f"{split}.jsonl", "".join(json.dumps(_clean(row)) + "\n" for row in rows).encode())
     return {split: len(written[split]) for split in sorted(written, key=lambda one: one != REST)}, left_out
+
+
+def _no_row(source: Path, left_out: Sequence[DataFailure]) -> ConfigError:
+    why = "".join(f"\n    {line}" for line in reasons(left_out)) or ": its files are empty"
+    return ConfigError(f"{source} has no row that can be used{why}")
 
 
 def _rows(how: ColumnMap, source: Path, split: str) -> Iterator[Row | DataFailure]:
@@ -245,10 +276,13 @@ NAME = 20
 
 
 class Pictures:
-    """Writes below ``out/images``; reads paths below ``folders`` of the data set's ``root``, and beside the row's file."""
+    """Writes below ``out/images``; reads paths below ``folders`` of the data set's ``root``, beside the row's file, and by their
+    longest end below ``elsewhere``."""
 
-    def __init__(self, out: Path, root: Path, folders: Sequence[str], *, fps: float = FRAMES_PER_SECOND) -> None:
-        self._out, self._root, self._folders, self._fps = out, root, folders, fps
+    def __init__(
+        self, out: Path, root: Path, folders: Sequence[str], elsewhere: Path | None = None, *, fps: float = FRAMES_PER_SECOND
+    ) -> None:
+        self._out, self._root, self._folders, self._elsewhere, self._fps = out, root, folders, elsewhere, fps
         self._sizes: dict[str, tuple[int, int]] = {}
 
     def keep(self, entry: Any, beside: str, where: str) -> tuple[str, int, int]:
@@ -294,10 +328,14 @@ class Pictures:
 
     def _found(self, name: str, beside: str, where: str, or_folder: bool = False) -> Path:
         places = [*(self._root / folder / name for folder in self._folders), Path(beside) / name]
+        if self._elsewhere is not None:
+            parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
+            places += [self._elsewhere.joinpath(*parts[start:]) for start in range(len(parts))]
         for place in places:
             if place.is_file() or (or_folder and (place.is_dir() or place.with_suffix("").is_dir())):
                 return place
-        raise DataFailure(where, f"no file {name}; looked for {', '.join(str(place) for place in dict.fromkeys(places))}")
+        hint = "" if self._elsewhere or not Path(name).is_absolute() else "; --images-root FOLDER says where such files are here"
+        raise DataFailure(where, f"no file {name}; looked for {', '.join(map(str, dict.fromkeys(places)))}{hint}")
 
 
 def _base64(text: str) -> bytes | None:

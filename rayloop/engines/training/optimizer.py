@@ -27,12 +27,15 @@ def learning_rate(settings: OptimizerSettings, update: int) -> float:
         return settings.lr * (update + 1) / settings.warmup_steps
     if settings.schedule == "constant" or settings.total_updates is None:
         return settings.lr
-    if settings.schedule == "wsd":
-        remaining = max(0, settings.total_updates - update) / (settings.total_updates * DECAY)
-        height = min(1.0, remaining)
-    else:
-        length = max(1, settings.total_updates - settings.warmup_steps)
-        height = (1 + math.cos(math.pi * min(1.0, (update - settings.warmup_steps) / length))) / 2
+    remaining = max(0, settings.total_updates - update)
+    length = max(1, settings.total_updates - settings.warmup_steps)
+    match settings.schedule:
+        case "wsd":
+            height = min(1.0, remaining / (settings.total_updates * DECAY))
+        case "linear":
+            height = remaining / length
+        case _:
+            height = (1 - math.cos(math.pi * min(1.0, remaining / length))) / 2
     return settings.lr * height
 
 

@@ -43,14 +43,18 @@ class Similarity:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: set[asyncio.Task[None]] = set()
 
-    async def cosines(self, pairs: Sequence[Pair]) -> list[float]:
-        """Cosines of the pairs; 0 with one empty text, 1 with two. Raises the embedder's errors, Unavailable, DeadlineExceeded."""
-        texts = {text for pair in pairs for text in pair if text}
+    async def cosines(self, pairs: Sequence[Pair], *, empty: bool = False) -> list[float]:
+        """Cosines of the pairs; 0 with one empty text, 1 with two, which are not embedded but with ``empty``. Raises the embedder's
+        errors, Unavailable, DeadlineExceeded."""
+        texts = {text for pair in pairs for text in pair if text or empty}
         futures = {text: self._ask(text) for text in texts}
         if futures:
             await asyncio.wait(futures.values())  # unlike gather, it leaves them to others when this caller is cancelled
         vectors = {text: future.result() for text, future in futures.items()}
-        return [cosine(vectors[said], vectors[true]) if said and true else float(not said and not true) for said, true in pairs]
+        return [
+            cosine(vectors[said], vectors[true]) if empty or (said and true) else float(not said and not true)
+            for said, true in pairs
+        ]
 
     def _ask(self, text: str) -> asyncio.Future[Vector]:
         loop = asyncio.get_running_loop()

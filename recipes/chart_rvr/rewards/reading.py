@@ -182,6 +182,8 @@ class Variant:
 
     components: tuple[str, ...] = SEVEN
     """The components of ``SEVEN`` that it defines."""
+    embeds_empty = False
+    """Whether the cosine of an empty text is the embedder's, instead of 0."""
 
     def rules(self, samples: Sequence[ChartSample]) -> list[Paid]:
         """The components that need no embedder, ``relaxed`` and ``exact``. Raises DataFailure for a row without a usable truth."""

@@ -24,6 +24,7 @@ EMBEDDER = Role("embedder", ("embed",))
 NO_EMBEDDER = (
     "the process reward (weights.process) compares texts with an embedder, and none is configured. Name one, for example\n"
     "      embedder: {use: rayloop.recipes.chart_rvr.rewards.embedders:OpenAiEmbedder, with: {url: http://host:8000/v1}}\n"
+    "    or rayloop.engines.text_embedder:TextEmbedder (the model in the process),\n"
     "    or rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder (counts words, needs no model), or set weights.process: 0"
 )
 
@@ -131,7 +132,8 @@ class ChartReward:
         asked = self.variant.process(sample)
         value = 0.0
         if asked.pairs:
-            value = self.variant.conformity(asked.pairs, await self._similarity.cosines(asked.pairs))
+            cosines = await self._similarity.cosines(asked.pairs, empty=self.variant.embeds_empty)
+            value = self.variant.conformity(asked.pairs, cosines)
         return self._outcome(Paid({**paid.components, "process": value}, (*paid.flags, *asked.flags)))
 
     def _outcome(self, paid: Paid) -> Outcome:

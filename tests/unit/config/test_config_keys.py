@@ -29,7 +29,7 @@ def paths() -> set[str]:
 PATHS = paths()
 SECTIONS = {part for path in PATHS if "." in path for part in path.split(".")[:-1]} - {"*"}
 FOREIGN = {
-    "logprobs.content", "policy.engine.lora.targets", "policy.engine.lora.dropout", "policy.engine.lora.vision",
+    "logprobs.content", "policy.engine.lora.targets", "policy.engine.lora.vision",
     "policy.engine.freeze_vision", "data.shuffle",
 }  # fmt: skip
 """A field of OpenAI's answers, and keys of older checkpoints."""

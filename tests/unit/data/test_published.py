@@ -245,7 +245,7 @@ def test_a_data_set_without_a_usable_row_is_refused(tmp_path: Path, capsys: pyte
     written(tmp_path / "data/test-0.parquet", [bad])
     options = ["--from", str(tmp_path), "--out", str(tmp_path / "out"), "--splits", "test"]
     assert main(["data", "prepare", "screenspot", *options]) == 2
-    assert "has no row that can be used; the first reason: " in capsys.readouterr().err
+    assert "has no row that can be used\n    1 row, such as " in capsys.readouterr().err
     assert not (tmp_path / "out/test.jsonl").exists()
 
 

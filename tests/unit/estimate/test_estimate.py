@@ -11,7 +11,7 @@ import pytest
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import FsdpSettings
-from rayloop.estimate.memory import Lengths, activations, fitted, memory
+from rayloop.estimate.memory import HOST, Lengths, activations, fitted, memory, with_micro_batch
 from rayloop.estimate.run import duration, measured, plan
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.run.config import RunConfig, read
@@ -51,6 +51,14 @@ def qwen3b() -> Shape:
     text = {"num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2, "hidden_size": 2048,
             "intermediate_size": 11008, "vocab_size": 151936}  # fmt: skip
     return Shape(sizes, text, {"hidden_size": 1280, "depth": 32, "intermediate_size": 3420})
+
+
+def test_charts_fit_one_card_of_40_gb_together() -> None:
+    """Trainer and engine, at the guide's lengths, with a fifth left free."""
+    config = with_micro_batch(read(PRESETS / "one_gpu.yaml", []))
+    roles = [role for role in memory(config, qwen3b(), Lengths(850, 768, 320)) if role.gpus]
+    assert [role.gpus for role in roles] == [0.5, 0.5]
+    assert sum(size for role in roles for part, size in role.parts.items() if part not in HOST) < 0.8 * 40 * 2**30
 
 
 def test_adapters_are_counted_as_the_published_run_reports_them() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from pathlib import Path
@@ -17,6 +18,7 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Sampling, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
 from rayloop.recipes.chart_rvr.charts import HEIGHT, KINDS, WIDTH, chart, figure
+from rayloop.recipes.chart_rvr.checkout import SHA256
 from rayloop.recipes.chart_rvr.data import ChartAnswers, ChartRows
 from rayloop.recipes.chart_rvr.prepare import charts, main
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
@@ -155,7 +157,7 @@ def test_a_row_without_rationale_has_no_supervised_answer() -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "epochs", "answers"),
     [("paper", 34_194, 4, 4), ("safe", 34_194, 1, 4), ("moderate", 34_194, 1, 2), ("fast", 10_000, 1, 2),
-     ("ultra_fast", 1_000, 1, 2)],
+     ("ultra_fast", 1_000, 1, 2), ("one_gpu", 34_194, 1, 4), ("faithful", 34_194, 4, 4)],
 )  # fmt: skip
 def test_a_preset_plays_as_many_answers_as_it_says(name: str, rows: int, epochs: int, answers: int) -> None:
     config = read(RECIPE / f"presets/{name}.yaml", [])
@@ -164,10 +166,37 @@ def test_a_preset_plays_as_many_answers_as_it_says(name: str, rows: int, epochs:
     assert config.steps * config.algorithm.target == rows * epochs * answers
     assert config.name == f"chart-rvr-{name.replace('_', '-')}"
     assert {path.stem for path in (RECIPE / "presets").glob("*.yaml")} == {
-        "paper", "safe", "moderate", "fast", "ultra_fast"
+        "paper", "safe", "moderate", "fast", "ultra_fast", "one_gpu", "faithful"
     }  # fmt: skip
 
 
 def test_rows_are_plain_json(folder: Path) -> None:
     first = json.loads((folder / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert set(first) == {"id", "image", "query", "label", "table", "chart_type", "reasoning", "data_source"}
+
+
+PUBLISHED = 'SYSTEM_PROMPT_TEMPLATES = {\n    # 4: """other"""\n    4: """\n  As \\ it is.\n""",\n}\nraise SystemExit("it ran")\n'
+
+
+def test_the_published_prompt_is_read_from_a_checkout_and_nothing_of_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.py").write_text(PUBLISHED, encoding="utf-8")
+    text = "\n  As \\ it is.\n"
+    monkeypatch.setitem(SHA256, 4, hashlib.sha256(text.encode()).hexdigest())
+    settings = ChartRows.Settings.model_validate({"template": {"checkout": str(tmp_path)}})
+    assert ChartRows(settings).task(row(), "rows:1", Path()).messages[0].parts == (text,)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(None, "No such file"), ("x = 1\n", "has no SYSTEM_PROMPT_TEMPLATES"), (PUBLISHED, "is not the published one"),
+     ("(", "to read")],
+)  # fmt: skip
+def test_a_checkout_without_the_published_prompt_says_where_it_looked(content: str | None, why: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "prompts.py").write_text(content, encoding="utf-8")
+    with pytest.raises(ConfigError, match=why) as found:
+        ChartRows(ChartRows.Settings.model_validate({"template": {"checkout": str(tmp_path)}}))
+    assert str(tmp_path / "prompts.py") in str(found.value)
+    assert "git clone https://github.com/sanchit97/chartrl" in str(found.value)

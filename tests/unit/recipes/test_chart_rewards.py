@@ -18,6 +18,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId, Turn
+from rayloop.recipes.chart_rvr.rewards import embedders
 from rayloop.recipes.chart_rvr.rewards.embedders import OpenAiEmbedder, Similarity, Unavailable, checked
 from rayloop.recipes.chart_rvr.rewards.original import process_text
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
@@ -175,6 +176,17 @@ def test_texts_that_are_scored_together_are_embedded_together_and_each_once() ->
     small = Similarity(embedder, batch=2, wait=0.05, timeout=10)
     assert asyncio.run(small.cosines([("a", "bb"), ("ccc", ""), ("", "")]))[1:] == [0.0, 1.0]
     assert embedder.calls[1:] == [2, 1]
+
+
+def test_an_empty_text_is_embedded_where_the_original_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    similarity = Similarity(Counting(), batch=64, wait=0.0, timeout=10)
+    assert asyncio.run(similarity.cosines([("", "true"), ("", "")], empty=True)) == pytest.approx([17**-0.5, 1.0])
+    monkeypatch.setattr(embedders.WordEmbedder, "embed", lambda _, texts: [[float(len(text)), 1.0] for text in texts])
+    task, silent = row(table=TABLE, reasoning="true"), ScoreContext(0, ["<think><table></table></think>"])
+    paid = {v: scored(reward(variant=v, embedder=WORDS).score(PLAYED, task, silent)) for v in ("original", "fork", "corrected")}
+    assert {variant: one.components["process"] for variant, one in paid.items()} == {
+        "original": pytest.approx(17**-0.5), "fork": pytest.approx(17**-0.5), "corrected": 0.0,
+    }  # fmt: skip
 
 
 def test_one_who_gives_up_takes_no_vector_from_another() -> None:

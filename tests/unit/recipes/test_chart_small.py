@@ -126,8 +126,12 @@ def test_the_blind_prior_writes_what_pays_most_without_a_chart(rows: list[Task])
 def test_the_shipped_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(RECIPE.parents[1])
     config = read(QUICKSTART, [])
-    assert config.evaluation.blind is not None
-    assert config.evaluation.blind.with_["reward"] == config.reward.source.model_dump(by_alias=True)
+    original = read(QUICKSTART.with_name("quickstart_original.yaml"), [])
+    for one, variant in ((config, "corrected"), (original, "original")):
+        assert one.evaluation.blind is not None
+        assert one.evaluation.blind.with_["reward"] == one.reward.source.model_dump(by_alias=True)
+        assert one.reward.source.with_["variant"] == variant
+        check_components(one)
     assert (Path(config.model.path) / "model.safetensors").stat().st_size < 1_500_000
     stages = [load(RECIPE.parents[1] / f"benchmarks/makers/chart_rvr/{name}.yaml", [], SftConfig) for name in ("warm", "loosen")]
     for stage in stages:

@@ -205,7 +205,7 @@ def test_what_may_change_is_reported_with_old_and_new(
     assert found == reported
 
 
-def test_a_checkpoint_with_keys_that_are_no_keys_any_more_is_continued(made: Run) -> None:
+def test_a_checkpoint_with_keys_that_are_none_or_free_is_continued(made: Run) -> None:
     marker = made.checkpoint.folder / MARKER
     written = json.loads(marker.read_text(encoding="utf-8")) | {"own_crc32": None}
     set_key(written["config"], "policy.engine.lora.targets", ["q_proj"])
@@ -217,7 +217,7 @@ def test_a_checkpoint_with_keys_that_are_no_keys_any_more_is_continued(made: Run
     marker.write_text(json.dumps(written), encoding="utf-8")
     check(made.checkpoint, made.config, made.hashes)
     assert changes(made.checkpoint, made.config, made.hashes) == {
-        "policy.engine.lora.targets": (["q_proj"], None), "policy.engine.lora.dropout": (0.1, None),
+        "policy.engine.lora.targets": (["q_proj"], None), "policy.engine.lora.dropout": (0.1, 0.0),
         "policy.engine.lora.vision": (False, None), "alarms.least": (20, None),
     }  # fmt: skip
 

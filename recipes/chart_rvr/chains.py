@@ -1,0 +1,158 @@
+"""Writes tables, steps and types of charts by a teacher, for rows that have a question and its answer: ``python -m rayloop data
+prepare chart_chains --rows ROWS.jsonl --url http://HOST:8000/v1 --model NAME --out DIR``. The same command again goes on."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
+from rayloop.data.dataset import image_entry
+from rayloop.data.images import read
+from rayloop.data.rows import rows
+from rayloop.recipes.chart_rvr.data import TYPES
+from rayloop.recipes.chart_rvr.rewards.reading import as_table, parsed_table, steps_of
+
+ATTEMPTS = 4
+"""How often a teacher is asked that cannot be reached, is busy or fails: with 1, 2 and 4 seconds between."""
+TIMEOUT = 600.0
+"""Seconds for one answer of the teacher."""
+SYSTEM = f"""You see a chart, a question about it and the true answer. Write how the answer follows, in three sections:
+### Table
+the chart's data as one JSON object {{"columns": [...], "rows": [[...], ...]}} and nothing else
+### Reasoning
+<step-1>: what the question asks for
+<step-2>: the data it needs, read from the chart
+...
+<step-n>: the last step, which ends with the answer
+### Type
+the kind of chart, one of: {", ".join(TYPES)}"""
+_SECTION = re.compile(r"^#+ *(Table|Reasoning|Type)\b[: ]*", re.MULTILINE | re.IGNORECASE)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Ask for each row that ``DIR/train.jsonl`` lacks. Returns exit code 0; raises ConfigError, InfrastructureFailure."""
+    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare chart_chains", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write train.jsonl into")
+    parser.add_argument("--rows", type=Path, required=True, help="JSONL with image, query and label")
+    parser.add_argument("--url", required=True, help="the teacher's OpenAI interface, up to and with /v1")
+    parser.add_argument("--model", required=True, help="the teacher's name there, such as Qwen/Qwen2.5-VL-72B-Instruct")
+    parser.add_argument("--api-key-env", default="", metavar="NAME", help="environment variable with the server's key")
+    parser.add_argument("--at-once", type=int, default=8, metavar="N", help="questions at a time (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=800, metavar="N", help="of one answer (default: %(default)s)")
+    parser.add_argument("--max-samples", type=int, metavar="N", help="rows at most, in their order")
+    chosen = parser.parse_args(arguments)
+    teacher = Teacher(chosen.url, chosen.model, chosen.max_tokens, chosen.api_key_env)
+    file = chosen.out / "train.jsonl"
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    done = {row["id"] for _, row in rows(file) if isinstance(row, Mapping)} if file.is_file() and file.stat().st_size else set()
+    asked = [row for row in _wanted(chosen.rows, chosen.max_samples) if row["id"] not in done]
+    kept, left_out = 0, Counter[str]()
+    with open(file, "a", encoding="utf-8") as out, ThreadPoolExecutor(chosen.at_once) as pool:
+        for answer in as_completed([pool.submit(_finished, teacher, row, chosen.rows.parent, chosen.out) for row in asked]):
+            try:
+                out.write(json.dumps(answer.result()) + "\n")
+                kept += 1
+            except DataFailure as failure:
+                left_out[failure.reason] += 1
+            except InfrastructureFailure:
+                pool.shutdown(cancel_futures=True)
+                raise
+            print(f"\r{kept + left_out.total()} of {len(asked)} rows", end="", file=sys.stderr, flush=True)
+    print(f"\n{file}: {kept + len(done)} rows")
+    for reason, count in left_out.most_common():
+        print(f"left out: {count} x {reason}")
+    if not kept + len(done):
+        raise ConfigError(f"{file} has no row: {'; '.join(left_out) or f'{chosen.rows} is empty'}")
+    return 0
+
+
+def _wanted(file: Path, most: int | None) -> Iterator[dict[str, Any]]:
+    """The rows, each with an ``id``. Raises ConfigError for a file without one of the columns."""
+    if not file.is_file():
+        raise ConfigError(f"--rows {file}: no such file")
+    if file.suffix == ".parquet":
+        raise ConfigError(f"--rows {file}: expected JSONL with images as files, as `data prepare` of a chart data set writes it")
+    for index, (where, row) in enumerate(rows(file)):
+        if most is not None and index >= most:
+            return
+        if missing := [name for name in ("image", "query", "label") if not isinstance(row, Mapping) or row.get(name) is None]:
+            raise ConfigError(f"{where}: no {', '.join(missing)}: `data prepare` of a chart data set writes such rows")
+        yield {"id": f"{file.stem}-{index}", **row}
+
+
+def _finished(teacher: Teacher, row: Mapping[str, Any], root: Path, out: Path) -> dict[str, Any]:
+    image = image_entry(row["image"], str(row["id"]), root)
+    chain = parsed(teacher.answer(read(image), str(row["query"]), str(row["label"])), str(row["id"]))
+    shown = os.path.relpath(image.path, out) if image.path else row["image"]
+    return {**row, "image": shown, **chain}
+
+
+def parsed(text: str, where: str = "") -> dict[str, Any]:
+    """``table`` (None when it is no table), ``reasoning`` and ``chart_type`` of a teacher's answer. Raises DataFailure for one
+    without numbered steps or with another type: a guess would be paid as the truth."""
+    _, *pieces = _SECTION.split(text)
+    found = {name.lower(): body.strip() for name, body in zip(pieces[::2], pieces[1::2], strict=True)}
+    kind = found.get("type", "").strip(" .*`\"'").lower()
+    if not steps_of(found.get("reasoning", "")):
+        raise DataFailure(where, "the teacher wrote no numbered steps")
+    if kind not in TYPES:
+        raise DataFailure(where, "the teacher named no type of chart that the prompt lists")
+    table = as_table(parsed_table(found.get("table")))
+    return {"table": asdict(table) if table else None, "reasoning": found["reasoning"], "chart_type": kind}
+
+
+class Teacher:
+    """A server with the OpenAI interface, asked with a chart, its question and the answer."""
+
+    def __init__(self, url: str, model: str, max_tokens: int, key: str) -> None:
+        address = httpx.URL(url.rstrip("/"))
+        if address.scheme not in ("http", "https") or not address.host:
+            raise ConfigError(f"--url {url}: expected http://HOST:PORT/v1")
+        if key and not os.environ.get(key):
+            raise ConfigError(f"--api-key-env {key}: this environment variable is not set")
+        headers = {"Authorization": f"Bearer {os.environ[key]}"} if key else {}
+        self._url, self._body = f"{address}/chat/completions", {"model": model, "max_tokens": max_tokens, "temperature": 0.0}
+        here = address.host in ("localhost", "127.0.0.1", "::1")
+        self._http = httpx.Client(headers=headers, timeout=TIMEOUT, trust_env=not here)
+
+    def answer(self, image: bytes, question: str, label: str) -> str:
+        """The teacher's text. Raises DataFailure when it refuses the request, InfrastructureFailure when it cannot be had."""
+        kind = "png" if image.startswith(b"\x89PNG") else "webp" if image[8:12] == b"WEBP" else "jpeg"
+        url = f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+        said = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": f"Question: {question}\nAnswer: {label}"},
+        ]
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]
+        why = ""
+        for attempt in range(ATTEMPTS):
+            time.sleep(2 ** (attempt - 1) if attempt else 0)
+            try:
+                reply = self._http.post(self._url, json={**self._body, "messages": messages})
+                if reply.status_code < 400:
+                    return str(reply.json()["choices"][0]["message"]["content"])
+                why = f"{reply.status_code}: {reply.text[:300]}"
+            except httpx.HTTPError as error:
+                why = f"{type(error).__name__}: {error}"
+            except (ValueError, LookupError, TypeError):
+                why = f"no chat completion: {reply.text[:300]}"
+            else:
+                if reply.status_code in (400, 413, 422):
+                    raise DataFailure("", f"the teacher refused the request with {why}")
+                if reply.status_code < 500 and reply.status_code not in (408, 425, 429):
+                    break
+        raise InfrastructureFailure(f"the teacher at {self._url} gave no answer ({why}); run the same command to go on")
