@@ -86,7 +86,7 @@ def value_at(config: Mapping[str, Any], key: str) -> Any:
 
 def _settings(component: Mapping[str, Any]) -> Mapping[str, Any]:
     """Its ``with``, with the defaults of its class."""
-    made = Component.model_validate(component)
+    made = Component.model_validate({name: component[name] for name in ("use", "with") if name in component})
     model = made.settings_class()
     if model is None:
         return dict(component.get("with") or {})

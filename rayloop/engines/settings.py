@@ -286,7 +286,7 @@ class OptimizerSettings(SettingsModel):
         return self._updates
 
     def over(self, steps: int, updates: int = 1) -> OptimizerSettings:
-        """The same with a schedule that ends after ``steps`` steps of so many ``updates`` each; its ``warmup_steps`` are updates."""
+        """The same with a schedule that ends after ``steps`` steps of ``updates`` each; its ``warmup_steps`` are updates."""
         made = self.model_copy(update={"warmup_steps": self.warmup_steps * updates})
         made._updates = steps * updates
         return made

@@ -50,7 +50,7 @@ class GroundingRows:
         image = image_entry(field(flat, "image", where), where, root)
         return Task(
             str(field(flat, "id", where)),
-            (Message("user", self._parts(flat | {"instruction": instruction}, image)),),
+            (Message("user", self._parts(dict(flat) | {"instruction": instruction}, image)),),
             box(field(flat, "bbox", where), where),
             str(flat.get("page", "")),
             {

@@ -15,7 +15,7 @@ from rayloop.run.config import RunConfig
 from tests.support.runs import ROOT
 
 KEYS = 120
-LINES = 45_000
+LINES = 46_500
 CLUSTER_LINES = 4_500
 MODULES = 15
 WORDS = 30_000

@@ -114,7 +114,7 @@ def test_every_key_of_a_configuration_that_is_quoted_exists() -> None:
     absent = [
         f"{place}: {key}"
         for place, key in places
-        if tuple(re.sub(r"\.(with|resources)\..*", r".\1", key).split(".")) not in ends
+        if tuple(re.sub(r"\.(with|resources|extra)\..*", r".\1", key).split(".")) not in ends
         and not key.endswith((".py", ".html", ".png", ".json"))
         and key not in others
     ]

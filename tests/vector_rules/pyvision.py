@@ -131,7 +131,7 @@ def execute(entry: Entry, file: Sequence[Entry]) -> Any:
     code = interpreter.code(turn)
     paid = original.step_reward(turn, code is not None, _reward()._settings.per_call)
     if interpreter.answer(turn) is not None:
-        ended = object.__new__(PythonInterpreter).step(turn)  # it asks for no sandbox
+        ended = PythonInterpreter(PythonInterpreter.Settings()).step(turn)  # it asks for no sandbox
         return {"obs": ended.observation or "", "reward": paid, "done": ended.done, "info": ended.info}
     got: dict[str, Any] = {"reward": paid, "done": False}
     if "code_run" in entry.expected:

@@ -53,17 +53,17 @@ def resized(height: int, width: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Screen:
+class ScreenSize:
     """Width and height of the picture that the model's pixels refer to (``unit``), and of the screen; those of ARPO."""
 
     unit: tuple[int, int] = resized(HEIGHT, WIDTH)[::-1]
     pixels: tuple[int, int] = (WIDTH, HEIGHT)
 
 
-ARPO = Screen()
+ARPO = ScreenSize()
 
 
-def parsed(text: str, screen: Screen = ARPO) -> list[Parsed]:
+def parsed(text: str, screen: ScreenSize = ARPO) -> list[Parsed]:
     """The calls behind the last ``Action:``, blank lines between them, up to the first of ``_ENDS``. Raises Broken."""
     text = text.strip()
     _, mark, written = text.rpartition("Action:")
@@ -116,7 +116,7 @@ def _call(text: str) -> tuple[str | None, dict[str, object]]:
     return name, {str(one.arg): one.value.value if isinstance(one.value, ast.Constant) else None for one in call.keywords}
 
 
-def _input(name: str, value: object, screen: Screen) -> str:
+def _input(name: str, value: object, screen: ScreenSize) -> str:
     if not isinstance(value, str):
         raise Broken("AttributeError")
     value = value.lstrip()
@@ -130,7 +130,7 @@ def _input(name: str, value: object, screen: Screen) -> str:
     return str(shares * 2 if len(shares) == 2 else shares)
 
 
-def _point(box: str, screen: Screen, short: str = "ValueError") -> tuple[float, float]:
+def _point(box: str, screen: ScreenSize, short: str = "ValueError") -> tuple[float, float]:
     """The middle of a box in pixels of the screen. ``short``: the error unless there are four numbers."""
     numbers = [float(part) for part in box.strip("[]").split(",")]
     if not all(map(math.isfinite, numbers)):
@@ -142,7 +142,7 @@ def _point(box: str, screen: Screen, short: str = "ValueError") -> tuple[float, 
     return round((x1 + x2) / 2 * wide, 3), round((y1 + y2) / 2 * high, 3)
 
 
-def _code(start: str, name: str | None, inputs: Mapping[str, str], screen: Screen) -> str:
+def _code(start: str, name: str | None, inputs: Mapping[str, str], screen: ScreenSize) -> str:
     box, end = inputs.get("start_box"), inputs.get("end_box")
     if name == "finished":
         return "finished"
@@ -169,7 +169,7 @@ def _code(start: str, name: str | None, inputs: Mapping[str, str], screen: Scree
     return start + _typed(_escaped(inputs.get("content", ""))) if name == "type" else f"{start}\n# Unrecognized action type: {name}"
 
 
-def _scrolled(box: str | None, direction: str, screen: Screen) -> str:
+def _scrolled(box: str | None, direction: str, screen: ScreenSize) -> str:
     """Left and right do nothing."""
     place = ", x={}, y={}".format(*_point(box, screen)) if box else ""
     amount = 5 if "up" in direction else -5 if "down" in direction else None
@@ -192,7 +192,7 @@ _UNKNOWN = frozenset(calls.ALIASES) - {"command", "win", "option", "return", "es
 """Names of keys that the grammar knows and pyautogui ignores."""
 
 
-def acts(text: str, screen: Screen = ARPO) -> list[tuple[Action, ...]]:
+def acts(text: str, screen: ScreenSize = ARPO) -> list[tuple[Action, ...]]:
     """What each action of the turn does, points in pixels of the screen; nothing where its code does nothing, or is none. Raises
     Broken, where the original ends the episode."""
     found = parsed(text, screen)
@@ -201,7 +201,7 @@ def acts(text: str, screen: Screen = ARPO) -> list[tuple[Action, ...]]:
     return [_done(one.code, screen) for one in found]
 
 
-def _done(code: str, screen: Screen) -> tuple[Action, ...]:
+def _done(code: str, screen: ScreenSize) -> tuple[Action, ...]:
     """Nothing where a thought or a text made other code of it."""
     try:
         return tuple(_calls(code, screen))
@@ -209,7 +209,7 @@ def _done(code: str, screen: Screen) -> tuple[Action, ...]:
         return ()
 
 
-def _calls(code: str, screen: Screen) -> Iterator[Action]:
+def _calls(code: str, screen: ScreenSize) -> Iterator[Action]:
     """What the calls of pyautogui in the code do, which cuts pixels to whole ones. Raises whatever other code leads to."""
     body = ast.parse(code).body
     lines = [(line.value.func.attr, *_values(line.value)) for line in body if _is_call(line)]  # type: ignore[attr-defined]

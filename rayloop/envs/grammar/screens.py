@@ -14,7 +14,7 @@ from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import smart_resize
 from rayloop.envs.grammar.actions import Action, Mistake, Point, Sleep
-from rayloop.envs.grammar.arpo import Broken, Screen, acts
+from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.scanner import read
 
 INSTRUCTION = "{instruction}"
@@ -140,7 +140,7 @@ class ScreenEnvironment:
         wide, high = self.screen_size()
         columns, rows = self._screen.pointing.size(wide, high)
         try:
-            done = acts(text, Screen((columns, rows), (wide, high)))
+            done = acts(text, ScreenSize((columns, rows), (wide, high)))
         except Broken as error:
             return StepResult(error=f"this is no turn: {error}", done=True)
         self._acted += len(done)

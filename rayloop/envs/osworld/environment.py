@@ -19,7 +19,7 @@ from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings,
 
 
 @dataclass
-class Trace:
+class ResultFiles:
     """An episode as OSWorld's own scripts leave it: DOMAIN/ID/traj.jsonl, a line an action, and result.txt, which its
     show_result.py adds up. A further episode of the task replaces both. Without ``folder`` nothing is written."""
 
@@ -27,7 +27,7 @@ class Trace:
     steps: int = 0
 
     @classmethod
-    def of(cls, results: str, name: str) -> Trace:
+    def of(cls, results: str, name: str) -> ResultFiles:
         """Of the task ``name`` (domain/id) below the folder ``results``, if there is one. Raises DataFailure."""
         if not results:
             return cls()
@@ -74,14 +74,14 @@ class OSWorld(ScreenEnvironment):
         self._machines = machines_of(settings)
         self._machine: Machine | None = None
         self._broken = False
-        self._trace = Trace()
+        self._trace = ResultFiles()
 
     def reset(self, task: Task) -> Observation:
         """Tries other machines, with growing pauses between. Raises DataFailure, MachineLost when all attempts failed."""
         config = self._config(task)
         name = task.extra["osworld"]
         own = name if isinstance(name, str) else f"{config.get('domain', 'unknown')}/{config['id']}"
-        self._trace = Trace.of(self._settings.results, own)
+        self._trace = ResultFiles.of(self._settings.results, own)
         screen = self._begin(config)
         return self._first(task, str(config["instruction"]), ImageSource(data=screen))
 

@@ -140,7 +140,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Reader, list[tuple[str, Any]]]] = 
 
 
 def test_every_map_has_a_layout_here_and_can_be_read() -> None:
-    assert set(recipes.datasets()) == {*LAYOUTS, "screenspot"}
+    assert set(recipes.datasets()) == {*LAYOUTS, "screenspot", "screenspot_v2", "screenspot_pro"}
     for path in recipes.datasets().values():
         assert "No real file has\n# been read" in path.read_text(encoding="utf-8") or "o real file has" in path.read_text(
             encoding="utf-8"

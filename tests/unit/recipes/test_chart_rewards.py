@@ -144,7 +144,7 @@ def test_the_papers_process_compares_steps_one_by_one_and_the_rest() -> None:
 
 
 def test_a_process_reward_without_embedder_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ValidationError, match=r"none is configured.*\n.*OpenAiEmbedder.*\n.*weights.process: 0"):
+    with pytest.raises(ValidationError, match=r"none is configured.*\n.*OpenAiEmbedder.*\n.*TextEmbedder.*\n.*weights.process: 0"):
         ChartReward.Settings()
     assert "process" not in scored(reward().score(PLAYED, row(), ScoreContext(0, [GOOD]))).components
 

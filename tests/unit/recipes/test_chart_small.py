@@ -166,7 +166,7 @@ def test_the_commands_for_gpus_are_configurations(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(RECIPE.parents[1])
     page = (RECIPE / "README.md").read_text(encoding="utf-8")
     commands = [shlex.split(found) for found in re.findall(r"\| `python -m rayloop ((?:train|submit) [^`]+)` \|", page)]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for _, file, *words in commands:
         overrides = [word for word in words if "=" in word]
         config = read(Path(file), overrides)
