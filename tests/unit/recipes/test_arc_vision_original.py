@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from PIL import Image
 
 from rayloop.core.failures import ConfigError
@@ -63,13 +61,6 @@ def test_recorded_scores_are_reproduced() -> None:
 
 def test_recorded_results_of_tools_are_reproduced() -> None:
     assert [one for one in RECORDED["episodes"] if played([(n, g) for n, g in one["calls"]]) != one["results"]] == []
-
-
-def test_the_shipped_texts_are_those_whose_hashes_are_published() -> None:
-    published = yaml.safe_load((PROMPTS.parent / "published.yaml").read_text(encoding="utf-8"))["prompts"]
-    assert {one["file"] for one in published} == {"prompts/arc_vision.txt", "prompts/tools.yaml"}
-    for one in published:
-        assert hashlib.sha256((PROMPTS.parent / one["file"]).read_bytes()).hexdigest() == one["sha256"]
 
 
 def test_the_originals_prompt_is_written_behind_the_image(folder: Path) -> None:
