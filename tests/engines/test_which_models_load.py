@@ -22,7 +22,7 @@ KINDS = (
     "kimi_k25",
 )  # fmt: skip
 LOADS_TEXT, LOADS_IMAGES = "load: text", "load: text and images"
-OTHER_IMAGES, EXPERTS = "refused: images that are no grid of Qwen's patches", "refused: mixtures of experts"
+OTHER_IMAGES, EXPERTS = "refused: another vision encoder than Qwen's", "refused: mixtures of experts"
 
 
 def answer(kind: str) -> str:
