@@ -166,7 +166,7 @@ class OwnEngines(TrainingServices):
             return super()._pool(role, size, placement, make, admit)
 
         def own(options: dict[str, Any]) -> Handle[Any]:
-            return create(self.engine, options, c.model, c.engine, c.weight_sync.transport, self.weights)
+            return create(self.engine, options, c.model, c.engine, c.transport, self.weights)
 
         return super()._pool(role, size, placement, own, admit)
 

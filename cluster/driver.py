@@ -288,7 +288,7 @@ class Driver:
         if controls:
             items += blind(self.config, self.rollouts.dataset, self.held_out)
         self.reporter.evaluated(self.step, items, images)
-        self.rollouts.alarms.evaluated(first=self.step == 0)
+        self.rollouts.alarms.evaluated(first=self.step <= (0 if self.config.evaluation.first else self.config.evaluation.every))
 
     async def record(self, report: Mapping[str, float], collected: Collected) -> None:
         """Metrics of the step, and a sample of its groups with texts and images."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from rayloop.commands.arguments import add_overrides
-from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, RayloopError
+from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.protocols import Observation
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
@@ -66,13 +66,16 @@ async def _round(name: str, config: RunConfig, environments: Environments, tasks
             seen = await instance.call("reset", task, timeout=limit)
             ready = isinstance(seen, Observation) and bool(seen.messages)
             found = time.monotonic() - began if ready else f"reset gave no observation, but {type(seen).__name__}"
-        except (RayloopError, InfrastructureFailure, DataFailure, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # of an environment that somebody else wrote
             found = f"{type(error).__name__}: {error.reason if isinstance(error, DataFailure) else error}"[:SHOWN]
         done += 1
         if done == len(tasks):
             waits.set()
         await waits.wait()
-        await instance.close(limit)
+        try:
+            await instance.close(limit)
+        except Exception as error:
+            return f"close raised {type(error).__name__}: {error}"[:SHOWN]
         return found
 
     results = await asyncio.gather(*map(one, tasks))

@@ -324,7 +324,8 @@ def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConf
     """The checked configuration, with the files ``over`` laid over it. Raises ConfigError with file and line."""
     config = load(path, overrides, RunConfig, over)
     check_components(config)
-    check_durations(config.in_evaluation)
+    for played in (config, config.in_evaluation):
+        check_durations(played)
     return config
 
 

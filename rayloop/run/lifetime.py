@@ -92,8 +92,8 @@ class EvaluationSettings(SettingsModel):
     every: int = Field(0, ge=0)
     """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
     first: bool = True
-    """Whether there is an evaluation before the first step; false is verl's ``val_before_train: false``. Without it no gain is
-    reported."""
+    """Whether there is an evaluation before the first step; false is verl's ``val_before_train: false``. Without it
+    the gain is that since the first evaluation."""
     over: Annotated[dict[str, Any], AfterValidator(_over)] = {}
     """Keys of ``environment.episode`` and ``rollout.sampling`` that evaluations have other values of, those of ``eval`` and its
     benchmarks included: ``{environment.episode.max_turns: 30, rollout.sampling.temperature: 0.5}``. A temperature needs ``greedy:

@@ -58,10 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     teacher = Teacher(chosen.url, chosen.model, chosen.max_tokens, chosen.api_key_env)
     file = chosen.out / "train.jsonl"
     chosen.out.mkdir(parents=True, exist_ok=True)
+    _end_of_a_line(file)
     done = {row["id"] for _, row in rows(file) if isinstance(row, Mapping)} if file.is_file() and file.stat().st_size else set()
     asked = [row for row in _wanted(chosen.rows, chosen.max_samples) if row["id"] not in done]
     kept, left_out = 0, Counter[str]()
-    with open(file, "a", encoding="utf-8") as out, ThreadPoolExecutor(chosen.at_once) as pool:
+    with open(file, "a", encoding="utf-8", buffering=1) as out, ThreadPoolExecutor(chosen.at_once) as pool:
         for answer in as_completed([pool.submit(_finished, teacher, row, chosen.rows.parent, chosen.out) for row in asked]):
             try:
                 out.write(json.dumps(answer.result()) + "\n")
@@ -78,6 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not kept + len(done):
         raise ConfigError(f"{file} has no row: {'; '.join(left_out) or f'{chosen.rows} is empty'}")
     return 0
+
+
+def _end_of_a_line(file: Path) -> None:
+    """Cut what a kill left of a line."""
+    text = file.read_bytes() if file.is_file() else b""
+    if text and not text.endswith(b"\n"):
+        file.write_bytes(text[: text.rfind(b"\n") + 1])
 
 
 def _wanted(file: Path, most: int | None) -> Iterator[dict[str, Any]]:

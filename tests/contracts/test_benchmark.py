@@ -48,7 +48,8 @@ JUDGED = "reward.source.with.accuracy={use: rayloop.recipes.pyvision.verifiers:O
 @dataclass(frozen=True)
 class Case:
     """A training configuration, benchmarks of its recipe, a task, answers, and the component that says ``right`` in each.
-    ``changes`` of the training; ``kept``: of the evaluation too, which has the same command line."""
+    ``changes`` of the training; ``kept``: of the evaluation too, which has the same command line. ``unread``: forms that training
+    pays and the benchmark's published rule does not."""
 
     config: str
     benchmarks: tuple[str, ...]
@@ -57,6 +58,7 @@ class Case:
     right: str
     changes: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 SCREENS = Task("t", (), [0.25, 0.25, 0.5, 0.5], extra={"instruction": "x"})
@@ -73,7 +75,10 @@ CASES = (
         for name in ("pyvision", "deepeyes")
     ),
     Case("pyvision/quickstart", ("vstar", "hr_bench_4k", "hr_bench_8k"), QUESTION, OPTIONS, "accuracy"),
-    Case("chart_rvr/quickstart", ("chartqa", "plotqa"), Task("t", (), "12", extra=CHART), NUMBERS, "accuracy"),
+    Case(
+        "chart_rvr/quickstart", ("chartqa", "plotqa"), Task("t", (), "12", extra=CHART), NUMBERS, "accuracy",
+        unread=("%", "$", "twelve"),
+    ),
 )  # fmt: skip
 READ_IN_PLAY = {"arpo", "desktop", "digits"}
 """Recipes without a benchmark that reads answers: an environment says what is right, or there is none."""
@@ -100,23 +105,14 @@ def configured(case: Case, benchmark: str | None) -> RunConfig:
     return read(file, list(case.kept), [recipes.benchmarks()[benchmark]])
 
 
-KNOWN = "the published rule of charts gives 12% and $12 nothing for 12, which training pays; and its process does not end"
-GIVEN = [
-    pytest.param(
-        case, id=case.config.replace("/", "-") + "".join(case.kept), marks=[pytest.mark.xfail(reason=KNOWN, run=False)] * chart
-    )
-    for case in CASES
-    for chart in [case.config.startswith("chart_rvr")]
-]
-
-
-@pytest.mark.parametrize("case", GIVEN)
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.config.replace("/", "-") + "".join(case.kept)) for case in CASES])
 def test_what_training_pays_the_benchmarks_read(case: Case) -> None:
     paid = [text for text in case.answers if scored(configured(case, None), case, text, LOOKED) > 0.99]
     assert paid, "training pays some of them"
     for name in case.benchmarks:
         config = configured(case, name)
-        assert [text for text in paid if scored(config, case, text, LOOKED) <= 0.99] == [], name
+        unread = [text for text in paid if scored(config, case, text, LOOKED) <= 0.99]
+        assert unread == [text for text in paid if any(form in text for form in case.unread)], name
 
 
 def test_each_recipe_has_a_case_or_none_of_its_benchmarks_reads_answers() -> None:

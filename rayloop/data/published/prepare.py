@@ -63,6 +63,8 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     chosen = parser.parse_args(arguments)
     how = load(chosen.map if name == "generic" else maps[name], (), ColumnMap)
     source = folder(how, chosen.local, chosen.hub)
+    if chosen.fps < 0:
+        raise ConfigError(f"--fps {chosen.fps}: frames per second; 0 keeps every frame")
     if chosen.images_root is not None and not chosen.images_root.is_dir():
         raise ConfigError(f"--images-root {chosen.images_root} is no folder (seen from {Path.cwd()})")
     wanted = Wanted(

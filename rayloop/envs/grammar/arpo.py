@@ -24,13 +24,8 @@ _POINTED = {
     "right_single": "click({x}, {y}, button='right')",
     "hover": "moveTo({x}, {y})",
 }
-_THOUGHTS = {
-    begins: re.compile(rf"{before}: (.+?)(?=\s*Action:|$)", re.DOTALL)
-    for begins, before in (
-        ("Thought", "Thought"), ("Action_Summary", "Action_Summary"), ("Reflection", r"Reflection: (.+?)Action_Summary"),
-    )
-}  # fmt: skip
-"""What a turn begins with -> its thought, the last group."""
+_MARKS = {"Reflection": ("Reflection: ", "Action_Summary: "), "Action_Summary": ("Action_Summary: ",)}
+"""What a turn begins with -> the marks before its thought; else ``Thought: ``."""
 _BOX = re.compile(r"(start_box|end_box)='\((\d+),(\d+)\)'")
 
 
@@ -71,15 +66,27 @@ def parsed(text: str, screen: ScreenSize = ARPO) -> list[Parsed]:
         raise Broken("AssertionError")
     calls = [_call(_repaired(one).replace("\n", "\\n").lstrip()) for one in written.split("\n\n")]
     found = [(name, {key: _input(key, value, screen) for key, value in given.items() if value != ""}) for name, given in calls]
-    thought = _THOUGHTS.get(text.partition(":")[0], _THOUGHTS["Thought"]).search(text)
-    said = thought and thought[thought.re.groups].strip()
-    start = f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{said}\n'''\n"
+    start = f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{_thought(text)}\n'''\n"
     made = []
     for name, inputs in found:
         made.append(Parsed(name, inputs, _code(start, name, inputs, screen)))
         if name in _ENDS:
             break
     return made
+
+
+def _thought(text: str) -> str | None:
+    """What stands between the marks and the action, in time that grows with the text; None without a mark."""
+    start = 0
+    for mark in _MARKS.get(text.partition(":")[0], ("Thought: ",)):
+        found = text.find(mark, start + (start > 0))  # there is a character between two marks
+        if found < 0:
+            return None
+        start = found + len(mark)
+    if start == len(text):
+        return None
+    end = text.find("Action:", start + 1)
+    return text[start : end if end >= 0 else len(text)].strip()
 
 
 def add_box_token(text: str) -> str:

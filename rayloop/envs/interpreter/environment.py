@@ -188,7 +188,8 @@ class PythonInterpreter:
                 failed = failed or self._interpreter.video(name, encoded, self._fps, _LOADING)
             if self._settings.wording != "rayloop":
                 converted = "".join(f"{name} = {name}.convert('RGB')\n" for name in self._images)
-                self._interpreter.run(text.PRELUDE + converted, _LOADING)
+                if error := self._interpreter.run(text.PRELUDE + converted, _LOADING).error:
+                    raise SandboxFailed(f"its Python lacks what the published prelude imports: {error}")
         except (SandboxFailed, CodeFailed) as error:
             self.close()
             raise EnvironmentFailed(f"the sandbox failed: {error}") from error

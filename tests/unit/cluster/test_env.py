@@ -11,7 +11,10 @@ import pytest
 from PIL import Image
 
 from rayloop.cli import main
+from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError
+from rayloop.core.protocols import Observation
+from rayloop.core.types import Message, Task
 from rayloop.envs import catalog
 from rayloop.envs.catalog import FAMILIES, family, playable
 
@@ -119,3 +122,30 @@ def test_what_is_not_ready_is_counted_with_its_reason(tmp_path: Path, capsys: py
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "round 1: 0 of 3 environments ready"
     assert "3 not ready: DataFailure: " in said[1]
+
+
+class Broken:
+    """An environment whose reset raises on one task, and whose close always does."""
+
+    class Settings(SettingsModel): ...
+
+    def __init__(self, settings: Broken.Settings) -> None: ...
+
+    def reset(self, task: Task) -> Observation:
+        if "one" in str(task.messages):
+            raise KeyError("column")
+        return Observation((Message("user", ("go",)),))
+
+    def step(self, text: str) -> None: ...
+
+    def evaluate(self) -> None: ...
+
+    def close(self) -> None:
+        raise ZeroDivisionError("no machine")
+
+
+def test_bugs_of_an_environment_are_counted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(tmp_path, f"{{use: '{__name__}:Broken'}}", "--count", "4", "--rounds", "1") == 1
+    said = capsys.readouterr().out
+    assert "round 1: 0 of 4 environments ready" in said
+    assert "not ready: KeyError: 'column'" in said or "ZeroDivisionError: no machine" in said

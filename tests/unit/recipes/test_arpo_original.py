@@ -136,3 +136,21 @@ def test_the_variants_differ_where_the_original_is_wrong() -> None:
     assert score("original", 0.0, tokens) == Scored(-0.5, {"success": 0.0, "format": -1.0}, ("unparsable", "ValueError"))
     assert score("corrected", 0.0, tokens) == Scored(0.0, {"success": 0.0, "format": 0.0})
     assert score("original", None, "Action: wait()") == Scored(0.0, {"success": 0.0, "format": 0.0}, ("no_result",))
+
+
+@pytest.mark.parametrize(
+    ("text", "thought"),
+    [
+        ("Thought: go\nAction: wait()", "go"),
+        ("Thought: Action: wait()", "Action: wait()"),
+        ("Reflection: no\nAction_Summary: yes \n Action: wait()", "yes"),
+        ("Action_Summary: sum Action: wait()", "sum"),
+        ("Action: wait()", None),
+        ("Reflection: alone\nAction: wait()", None),
+        ("Thought:" + " \n" * 300_000 + "Action: wait()", ""),
+    ],
+)
+def test_the_thought_is_what_stands_before_the_action(text: str, thought: str | None) -> None:
+    """The last turn needed minutes where a pattern tried each blank."""
+    [call] = parsed(text)
+    assert f"Thought:\n{thought}\n'''" in call.code

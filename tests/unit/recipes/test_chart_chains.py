@@ -104,6 +104,16 @@ def test_a_teacher_that_is_gone_ends_the_command_and_keeps_what_there_is(rows: P
         assert len(questions) == len(set(questions)), "a wrong key is not tried again"
 
 
+def test_a_line_that_a_kill_left_is_asked_for_again(rows: Path) -> None:
+    (rows / "out").mkdir()
+    (rows / "out/train.jsonl").write_text('{"id": "r0", "ima', encoding="utf-8")
+    with teacher((200, GOOD)) as (url, asked):
+        assert made(rows, url) == 0
+    assert len(asked) == 3
+    lines = (rows / "out/train.jsonl").read_text(encoding="utf-8").splitlines()
+    assert sorted(json.loads(line)["id"] for line in lines) == ["r0", "r1", "r2"]
+
+
 def test_no_row_at_all_fails_with_the_reasons(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with teacher((200, "no")) as (url, _):
         assert made(rows, url) == 2

@@ -91,6 +91,12 @@ def test_prompts_that_are_shipped_have_their_hash(path: Path) -> None:
     ] == []
 
 
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_prompts_of_others_lie_beside_their_licence(path: Path) -> None:
+    if any("file" in prompt for prompt in data(path).get("prompts") or ()):
+        assert list(path.parent.glob("prompts/LICENSE*"))
+
+
 def test_the_page_is_generated() -> None:
     assert (ROOT / "docs/published_values.md").read_text(encoding="utf-8") == page(), "make docs"
 

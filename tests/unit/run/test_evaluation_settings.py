@@ -69,6 +69,15 @@ def test_what_does_not_fit_together_in_an_evaluation_is_refused(tmp_path: Path) 
         read(file, [])
 
 
+def test_the_trainings_own_durations_are_checked_beside_an_evaluations(tmp_path: Path) -> None:
+    values = settings(tmp_path, tmp_path, environment__episode={"step_timeout": 4000.0})
+    values["evaluation"] = {"over": {"environment.episode.step_timeout": 10.0}}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"longer than environment\.episode\.step_timeout \(4000 s\)"):
+        read(file, [])
+
+
 @pytest.mark.parametrize(("first", "count"), [(True, 3), (False, 2)])
 def test_the_first_evaluation_can_be_left_out(tmp_path: Path, first: bool, count: int) -> None:
     values = settings(tmp_path, tmp_path, steps=10, evaluation={"every": 5, "first": first})
