@@ -152,7 +152,7 @@ class Services:
 def stage(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     torch.set_num_threads(1)
     c = RunConfig.model_validate(settings(tmp_path, digits_model, weight_sync={"logprob_check": "self_test"}))
-    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.weight_sync.transport, str(tmp_path), 0)
+    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(tmp_path), 0)
     stage = Stage(c, PolicyRank(made, 0, 1))
     stage.rank.join(f"file://{tmp_path}/rendezvous")
     stage.start = stage.weights()

@@ -142,7 +142,7 @@ def test_a_lost_object_is_distinguished_from_a_lost_worker() -> None:
 def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_model: Path, ranks: int) -> None:
     stage = Stage(tmp_path, digits_model, LOST, policy__ranks=ranks)
     c = stage.config
-    made = RankSettings(c.model, c.trainer, c.optimizer, c.policy.loss, c.weight_sync.transport, str(tmp_path), 0)
+    made = RankSettings(c.model, c.trainer, c.optimizer, c.policy.loss, c.transport, str(tmp_path), 0)
     rank = ray.remote(concurrency_groups=GROUPS)(PolicyRank)
     policy = PolicyGroup(c.policy, lambda number: rank.options(num_cpus=1).remote(made, number, ranks))
 

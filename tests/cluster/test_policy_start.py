@@ -40,7 +40,7 @@ def test_a_port_that_was_announced_cannot_be_taken(tmp_path: Path, digits_model:
     torch.set_num_threads(1)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     c = RunConfig.model_validate(settings(tmp_path, digits_model))
-    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.weight_sync.transport, str(tmp_path), 0)
+    made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(tmp_path), 0)
     policy = PolicyGroup(c.policy, lambda rank: LocalActor(Crowded(made, rank, 1)))
     asyncio.run(policy.start())
     rank = policy.ranks[0].actor

@@ -62,7 +62,7 @@ class Receiving(RolloutActor):
         torch.set_num_threads(1)
         BroadcastTransport.bucket_bytes = 40_000  # in this process: several buckets, of a model that small
         self.engine: Any = Engine()
-        self.receiver: Any = transport(config.weight_sync.transport, folder).receiver()
+        self.receiver: Any = transport(config.transport, folder).receiver()
 
     def health(self) -> int:  # type: ignore[override]
         return os.getpid()
@@ -93,7 +93,7 @@ class Sending(PolicyRank):
     def __init__(self, config: RunConfig, folder: str) -> None:
         torch.set_num_threads(1)
         BroadcastTransport.bucket_bytes = 40_000
-        self.sender: Any = transport(config.weight_sync.transport, folder).sender("127.0.0.1")
+        self.sender: Any = transport(config.transport, folder).sender("127.0.0.1")
         self.engine: Any = SimpleNamespace(export=weights)
         self.lies = ""
 
