@@ -64,9 +64,7 @@ class Stage:
         folder = Path(c.output) / c.name
         folder.mkdir()
         self.config, self.reporter = c, Reporter(c, folder, open_logger)
-        made = RankSettings(
-            c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(folder / "weights"), 0
-        )
+        made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(folder / "weights"), 0)
         self.policy = PolicyGroup(c.policy, lambda number: LocalActor(rank(made, number, 1)))
         self.engine = rollout(c.model, c.engine, c.transport, str(folder / "weights"))
         environment = EnvironmentActor(c.model, c.environment.episode)
