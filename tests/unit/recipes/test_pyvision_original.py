@@ -181,9 +181,12 @@ def test_turns_are_read_as_pyvision_reads_them(turn: str, code: str | None, answ
     assert (text.published_code(turn), text.published_answer(turn)) == (code, answer)
 
 
-def test_reading_a_long_turn_takes_no_time() -> None:
-    for piece in ("<code>", "```python", "<code>\n```python", "``` ", "\n"):
-        text.published_code(piece * 40_000)
+@pytest.mark.parametrize("piece", ["<code>", "```python", "<code>\n```python", "``` ", "\n"])
+def test_the_code_behind_a_long_turn_is_found(piece: str) -> None:
+    """A pattern that tries each piece again meets the deadline of tests."""
+    read = text.published_code(piece * 40_000 + "<code>\n```python\nlast = 1\n```\n</code>")
+    assert read is not None
+    assert read.endswith("last = 1")
 
 
 def test_quickstart_original_differs_only_where_it_says() -> None:
