@@ -12,7 +12,7 @@ from PIL import Image
 
 from rayloop.cli import main
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, EnvironmentFailed
 from rayloop.core.protocols import Observation
 from rayloop.core.types import Message, Task
 from rayloop.envs import catalog
@@ -116,14 +116,6 @@ def test_the_environments_of_a_run_are_started_and_reset(tmp_path: Path, capsys:
     assert checked(tmp_path, "{use: 'rayloop.envs.scripted:ScriptedTool'}", "--count", "0") == 2
 
 
-def test_what_is_not_ready_is_counted_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = "{use: 'rayloop.envs.browser.miniwob:MiniWob'}"
-    assert checked(tmp_path, missing, "--count", "3", "--rounds", "1") == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "round 1: 0 of 3 environments ready"
-    assert "3 not ready: DataFailure: " in said[1]
-
-
 class Broken:
     """An environment whose reset raises on one task, and whose close always does."""
 
@@ -149,3 +141,17 @@ def test_bugs_of_an_environment_are_counted_too(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().out
     assert "round 1: 0 of 4 environments ready" in said
     assert "not ready: KeyError: 'column'" in said or "ZeroDivisionError: no machine" in said
+
+
+class Missing(Broken):
+    """An environment whose program is not installed."""
+
+    def __init__(self, settings: Broken.Settings) -> None:
+        raise EnvironmentFailed('a game is not installed: pip install "game"')
+
+
+def test_what_is_not_ready_is_counted_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(tmp_path, f"{{use: '{__name__}:Missing'}}", "--count", "3", "--rounds", "1") == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "round 1: 0 of 3 environments ready"
+    assert said[1] == '  3 not ready: EnvironmentFailed: a game is not installed: pip install "game"'
