@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from rayloop.actors.failures import brief, cause, is_lost, is_spent, last_line
 from rayloop.actors.handles import Handle, submit, submit_split
@@ -246,7 +246,8 @@ class Pool(Generic[A]):
                 raise
             self.budget.why = str(error)
             self._emit(incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker)))
-            if worker is not None and self._nodes is not None:
+            placed = not isinstance(cause(error), ActorUnschedulableError)
+            if placed and worker is not None and self._nodes is not None:
                 self._nodes.failed(worker.node or former.node)
             return None
         return worker

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError
 
 from rayloop.actors.policy import PolicyRank
 from rayloop.cluster.supervision import nodes as module
@@ -324,5 +324,34 @@ def test_failures_count_for_an_hour_and_then_for_twenty_minutes(
         await asyncio.sleep(19 * 60)
         assert site.nodes.bad("a") == avoided
         assert len(site.named("node_avoided")) == avoided
+
+    live(test())
+
+
+@pytest.mark.parametrize(("error", "blamed"), [(ActorDiedError(), True), (ActorUnschedulableError("no room"), False)])
+def test_a_replacement_that_was_never_placed_is_no_failure_of_a_node(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, blamed: bool
+) -> None:
+    async def test() -> None:
+        site = Site(monkeypatch)
+        starts = iter(range(9))
+
+        def spawned(slot: int) -> Any:
+            actor = site._actor(slot)
+
+            async def fails() -> None:
+                await asyncio.sleep(0)
+                raise error
+
+            if next(starts) in (1, 2):
+                actor.health = SimpleNamespace(remote=fails)
+            return actor
+
+        pool: Pool[Any] = Pool("reward", 1, spawned, RecoverySettings(replacements=9), site.events.append, nodes=site.nodes)
+        await pool.start()
+        pool.lost(1, "killed")  # a failure of the node too
+        await asyncio.sleep(3600)
+        assert (len(site.named("replacement_failed")), len(site.named("worker_replaced"))) == (2, 1)
+        assert len(site.named("node_avoided")) == blamed
 
     live(test())
