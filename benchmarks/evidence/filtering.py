@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.evidence.staleness import GROUPS, TASKS, VirtualLoop, World
+from benchmarks.evidence.staleness import GROUPS, TASKS, World
+from benchmarks.virtual_time import VirtualLoop
 from rayloop.core.deadlines import background
 from rayloop.core.groups import Group
 from rayloop.core.types import RolloutRequest, Version

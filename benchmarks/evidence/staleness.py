@@ -13,7 +13,6 @@ import asyncio
 import json
 import math
 import random
-import selectors
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.virtual_time import VirtualLoop
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event
@@ -44,31 +44,6 @@ TRAINING = 0.3
 WARM = 10
 """Steps that are left out at the beginning."""
 BOUNDS, SHARED = (1, 2, 4, 8), (0.0, 0.7)
-
-
-class Skipping(selectors.DefaultSelector):
-    """A selector that does not wait for timers, but moves the clock to them."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        """Move the clock to the next timer, and poll."""
-        if timeout is None:
-            raise RuntimeError("nothing is left that could happen: a deadlock")
-        self.now += timeout
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop in which waiting takes no time."""
-
-    def __init__(self) -> None:
-        self._clock = Skipping()
-        super().__init__(self._clock)
-
-    def time(self) -> float:
-        """Seconds of the virtual clock."""
-        return self._clock.now
 
 
 class World:

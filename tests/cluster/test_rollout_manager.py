@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.evidence.staleness import VirtualLoop
+from benchmarks.virtual_time import VirtualLoop
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core.deadlines import background
 from rayloop.core.events import Event

@@ -20,6 +20,7 @@ import pytest
 import ray
 from ray import exceptions
 
+from benchmarks.virtual_time import live
 from rayloop.core.deadlines import WAITS
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import (
@@ -37,7 +38,6 @@ from rayloop.core.types import (
 from rayloop.run.config import RunConfig
 from tests.support import supervision_adapter as adapter
 from tests.support.runs import settings
-from tests.support.virtual_time import live
 
 ALWAYS = 10**9
 ROLES = {"RolloutActor": "rollout", "EnvironmentActor": "environment", "RewardActor": "reward", "ReferenceActor": "reference"}

@@ -10,12 +10,12 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError
 
+from benchmarks.virtual_time import live
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.failures import PolicyLost, RolesExhausted
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
-from tests.support.virtual_time import live
 
 START = 40.0
 """Seconds that an actor takes to start."""

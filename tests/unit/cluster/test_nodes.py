@@ -10,6 +10,7 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ActorUnschedulableError
 
+from benchmarks.virtual_time import live
 from rayloop.actors.policy import PolicyRank
 from rayloop.cluster.supervision import nodes as module
 from rayloop.cluster.supervision.nodes import Nodes
@@ -19,7 +20,6 @@ from rayloop.core.events import Event
 from rayloop.core.failures import PolicyLost
 from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
-from tests.support.virtual_time import live
 
 START = 10.0
 """Seconds that an actor takes to start."""

@@ -1,4 +1,4 @@
-"""An event loop whose clock is not the machine's: sleeping costs nothing, so a test lives through days in a moment."""
+"""An event loop whose clock is not the machine's: sleeping costs nothing, so days pass in a moment."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ class _Selector(selectors.DefaultSelector):
     now = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
+        """Poll; move the clock to the next timer when nothing is ready."""
         found = super().select(0)
         if not found:
-            assert timeout is not None, "everything waits for what will never come"
+            if timeout is None:
+                raise RuntimeError("nothing is left that could happen: a deadlock")
             self.now += timeout
         return found
 
@@ -31,6 +33,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._virtual)
 
     def time(self) -> float:
+        """Seconds of the virtual clock."""
         return self._virtual.now
 
 
