@@ -31,7 +31,7 @@ LIGHT = [
     *modules_below(*(f"rayloop.{name}" for name in ("core", "config", "data", "chat", "envs", "rewards", "measure"))),
     *modules_below("rayloop.launch", "rayloop.view", "rayloop.doctor", "rayloop.transports.seam", "rayloop.engines.settings"),
     *(f"rayloop.transports.{name}" for name in ("plain", "collective")),
-    *modules_below(*(f"rayloop.grpo.{name}" for name in ("settings", "advantage", "filtering", "replay", "staleness"))),
+    *modules_below(*(f"rayloop.grpo.{name}" for name in ("settings", "advantage", "filters", "selection", "replay", "staleness"))),
     *(name for name in modules_below("rayloop.run") if name != "rayloop.run.export"),
     *modules_below(
         "rayloop.judge",

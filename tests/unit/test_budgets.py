@@ -17,6 +17,7 @@ from tests.support.runs import ROOT
 KEYS = 120
 LINES = 46_500
 CLUSTER_LINES = 4_500
+SUPERVISION_LINES = 2_100
 MODULES = 15
 WORDS = 30_000
 GLOSSARY_WORDS = 400
@@ -60,6 +61,11 @@ def test_the_lines_of_the_product() -> None:
 
 def test_the_lines_of_the_driver() -> None:
     assert lines(tracked("cluster/**.py")) <= CLUSTER_LINES
+
+
+def test_the_lines_of_supervision() -> None:
+    """With the table of Ray's exceptions and the error types."""
+    assert lines(tracked("cluster/supervision/**.py", "actors/failures.py", "rayloop/core/failures.py")) <= SUPERVISION_LINES
 
 
 def test_the_modules_of_a_folder() -> None:

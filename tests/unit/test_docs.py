@@ -179,3 +179,38 @@ def test_every_page_of_what_one_brings_is_short_and_run_by_a_test() -> None:
         assert page.stem in re.findall(r"(?:bring_your_own/|and )(\w+)\.md", tests), f"no test runs what {page.name} shows"
         for program in re.findall(r"```python.*?\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             assert len(program.splitlines()) < 50, f"{page.name}: a program of a page is read in a minute"
+
+
+def test_the_readme_begins_with_what_a_reader_decides_by() -> None:
+    first = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    order = (
+        "**Status:",
+        "Nothing has run on a GPU yet",
+        "<img src=",
+        "| what goes wrong elsewhere |",
+        "**Models**",
+        "**Not here**",
+    )
+    places = [first.find(text) for text in order]
+    assert places == sorted(places)
+    assert places[0] > 0
+    rows = [line for line in first.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 5
+    assert all(re.search(r"\d.*\]\(", row.split("|")[3]) for row in rows), "each row has a figure and its page"
+
+
+def test_no_page_is_a_work_log() -> None:
+    places = found(re.compile(r"(?i)\b(?:part|issue|stop|audit) \d+\b|\bbeing built\b|^\| [DLH]\d+ \|", re.MULTILINE), PAGES)
+    assert [place for _, place, _ in places] == []
+
+
+def test_what_was_never_exercised_is_in_one_table() -> None:
+    table = (DOCS / "engines.md").read_text(encoding="utf-8").partition("## Never exercised")[2].partition("\n## ")[0]
+    named = [name for name in re.findall(r"`([\w/.]+)`", table) if (ROOT / name).exists()]
+    marked = [
+        path for path in TEXTS if path.suffix == ".py" and re.search("never exercised", path.read_text("utf-8"), re.IGNORECASE)
+    ]
+    assert len(marked) >= 4
+    in_settings = {"rayloop/engines/settings.py": "SGLang", "rayloop/transports/settings.py": "cuda_ipc"}
+    places = [str(path.relative_to(ROOT)) for path in marked]
+    assert [p for p in places if in_settings.get(p, "?") not in table and not any(p.startswith(name) for name in named)] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -75,3 +76,17 @@ def test_the_drawing_leaves_out_an_arrow_that_a_longer_way_replaces(here: Checko
     assert "rayloop.core" in here.packages["rayloop.cluster"], "the cluster imports it, too"
     assert "config --> core" in lines
     assert "cluster --> core" not in lines
+
+
+def test_every_module_is_used(here: Checkout) -> None:
+    """Imported, named in a configuration or a table (``module:Class``), or run by its name."""
+    imported = set().union(*here.graph(*KINDS).values())
+    suffixes = ("py", "yaml", "toml", "md", "sbatch", "sh")
+    text = "\n".join(path.read_text(encoding="utf-8") for kind in suffixes for path in ROOT.glob(f"[!.]*/**/*.{kind}"))
+    named = set(re.findall(r"\brayloop(?:\.\w+)+(?=[:\"'])|(?<=from )rayloop[.\w]+|(?<=-m )[.\w]+|(?<=-m\", \")[.\w]+", text))
+    of_recipes = re.compile(r"rayloop\.recipes\.\w+\.(prepare|score)")  # found by the recipe's name
+    product = [
+        m.name for m in here.modules.values() if m.name.startswith("rayloop.") and m.path.stem not in ("__init__", "__main__")
+    ]
+    assert len(product) > 200
+    assert [name for name in product if name not in imported | named and not of_recipes.fullmatch(name)] == []
