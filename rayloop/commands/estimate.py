@@ -66,7 +66,7 @@ def _verdict(role: RoleMemory) -> str:
 
 
 def _table(roles: list[RoleMemory]) -> list[str]:
-    lines = ["memory of a process (GB; where it has GPUs, all but `process` and `published` is there):"]
+    lines = ["memory of a process (GB; where it has GPUs, all but `process` and `weight_sync` is there):"]
     for role in roles:
         parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in role.parts.items() if size)
         gpus = f" on {role.gpus:g} GPU" if role.gpus else ""

@@ -88,7 +88,7 @@ class LogprobCheck(Event, by="cluster/loop/weight_sync.py"):
 
 
 class SelfTest(Event, by="cluster/loop/weight_sync.py"):
-    """One group of parameters was changed visibly and published; the engines must follow."""
+    """One group of parameters was changed visibly and synced; the engines must follow."""
 
     group: str
     """The parameters: `language`, `vision`, `merger`."""

@@ -31,7 +31,7 @@ def unsupported(kind: str, vision: bool, text: Mapping[str, Any]) -> str:
     """Why a model of this model_type cannot be trained; "" when it can. ``text``: the configuration of its language model."""
     if experts := max(int(text.get(name) or 0) for name in EXPERTS):
         return (
-            f"{kind} is a mixture of {experts} experts, one tensor here and many in its checkpoint: they cannot be published. "
+            f"{kind} is a mixture of {experts} experts, one tensor here and many in its checkpoint: no weight sync sends them. "
             "Use a dense model"
         )
     if vision and kind not in GRID_MODELS:

@@ -24,7 +24,7 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One published tensor: what the receiver must find. ``checksum`` is the CRC-32 of the raw bytes."""
+    """One tensor of a weight sync: what the receiver must find. ``checksum`` is the CRC-32 of the raw bytes."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -26,7 +26,7 @@ ACTIVATIONS, LEAST = 4, 1024
 """The activations of a micro-batch without a configured size get 1/ACTIVATIONS of a CPU's memory, and LEAST tokens or more."""
 SYNCS = 3
 """Copies of the weights in the object store at once. Their pages count for each process that has them mapped, by its share."""
-HOST = ("process", "published")
+HOST = ("process", "weight_sync")
 """Parts of a role with GPUs that are in main memory."""
 
 GIB = 2**30
@@ -114,12 +114,12 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
             row * copies * lengths.images // group,
         ),
         "logits": LOGITS * 4 * min(engine.logprob_chunk, row) * int(shape.config["vocab_size"]),
-        "published": _published(config, shape),
+        "weight_sync": _update(config, shape),
     }
 
 
-def _published(config: RunConfig, shape: Shape) -> int:
-    """Of the object store's pages the share of the rank that publishes, and of each engine."""
+def _update(config: RunConfig, shape: Shape) -> int:
+    """Of the object store's pages the share of the rank that sends, and of each engine."""
     engine = config.engine
     if not engine.holds_model:
         return 0
@@ -196,5 +196,5 @@ def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int
     each = BYTES[engine.dtype]
     one = shape.cache * each * tokens // shards
     spare = one * (together - 1) if isinstance(engine, VllmEngineSettings) and not cache else 0
-    weights, published = shape.parameters * each // shards, _published(config, shape)
-    return {"process": HEAVY, "weights": weights, "cache": cache or one * together, "published": published}, spare
+    weights, update = shape.parameters * each // shards, _update(config, shape)
+    return {"process": HEAVY, "weights": weights, "cache": cache or one * together, "weight_sync": update}, spare

@@ -15,7 +15,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 
 WARM = 1
-"""First steps of a run that are not measured: threads are timed, and caches are empty."""
+"""First steps of a run that are not measured: caches are empty."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ class AdvantageSettings(SettingsModel):
     """What the formula of section 3 is made of; a run chooses one of ``ADVANTAGES``. Defaults are verl's GRPO."""
 
     normalize_std: bool = True
-    """Divide by the group's standard deviation. Off gives Dr.GRPO's advantage."""
+    """Divide by the group's standard deviation. Off gives Dr. GRPO's advantage (arXiv:2503.20783)."""
     eps: float = Field(1e-6, ge=0)
     """Added to the standard deviation: 1e-6 in the verl family, 1e-4 in TRL. Change it only to reproduce one of them."""
     std: Literal["unbiased", "population"] = "unbiased"
-    """Population is only there to express the Chart-RVR paper's formula."""
+    """Population is only there to express the formula of Chart-RVR (arXiv:2510.10973)."""
     std_floor: float = Field(0.0, ge=0)
     """The divisor is max(std_floor, std) + eps. The Chart-RVR paper floors it at 1."""
     baseline: Literal["mean", "binarised"] = "mean"
@@ -51,14 +51,14 @@ ADVANTAGES = {
 
 
 class AdvantageChoice(SettingsModel):
-    """Section 3: the group-relative advantage."""
+    """Section 3: the group-relative advantage (GRPO, arXiv:2402.03300)."""
 
     kind: Literal["grpo", "dr_grpo", "binarised", "chart_rvr", "raw", "permuted"] = "grpo"
-    """grpo: (reward - mean) / standard deviation. dr_grpo: without the division, so groups that hardly differ weigh little.
-    binarised (PyVision's ``grpo_w_anb``): mean and deviation of ``score != 0``, so that successes stay positive even when all
-    are equal. chart_rvr: the population's deviation, 1 at least. raw: as grpo, and a lone sample's reward is its advantage (verl's
-    original), for ``group_size: 1``. permuted: as grpo, with each group's rewards shuffled over its members first: a control from
-    which nothing can be learned."""
+    """grpo: (reward - mean) / standard deviation. dr_grpo (arXiv:2503.20783): without the division, so groups that hardly differ
+    weigh little. binarised (PyVision's ``grpo_w_anb``): mean and deviation of ``score != 0``, so that successes stay positive even
+    when all are equal. chart_rvr: the population's deviation, 1 at least. raw: as grpo, and a lone sample's reward is its
+    advantage (verl's original), for ``group_size: 1``. permuted: as grpo, with each group's rewards shuffled over its members
+    first: a control from which nothing can be learned."""
 
     @property
     def rules(self) -> AdvantageSettings:
@@ -67,7 +67,8 @@ class AdvantageChoice(SettingsModel):
 
 
 class FilteringSettings(SettingsModel):
-    """Section 4: oversample, filter, rank. A deliberate bias toward groups that teach; it costs generated tokens."""
+    """Section 4: oversample, filter, rank (dynamic sampling of DAPO, arXiv:2503.14476). A deliberate bias toward groups that
+    teach; it costs generated tokens."""
 
     filters: Annotated[tuple[FilterSettings, ...], FILTER] = (EqualRewards(),)
     """What keeps a trajectory out of training; of several that refuse it, the first counts. A group may become partial. For
@@ -88,7 +89,7 @@ class FilteringSettings(SettingsModel):
 
 
 class ReplaySettings(SettingsModel):
-    """Section 5: ARPO's replay of one stored success into a group that failed throughout."""
+    """Section 5: ARPO's replay (arXiv:2505.16282) of one stored success into a group that failed throughout."""
 
     kind: Literal["none", "corrected", "on_policy"] = "none"
     """corrected: replay, with the weight of the policy that sampled it, for tasks so hard that whole groups fail again and again,
@@ -115,21 +116,21 @@ class StalenessSettings(SettingsModel):
 
 
 class LossSettings(SettingsModel):
-    """Section 6: the clipped policy-gradient loss and its aggregation."""
+    """Section 6: the clipped policy-gradient loss (PPO, arXiv:1707.06347) and its aggregation."""
 
     clip_low: float = Field(0.2, ge=0, lt=1)
     """How far a token's ratio may fall below 1 before its gradient is cut. Matters only with several updates per step."""
     clip_high: float = Field(0.2, ge=0)
-    """Raise it above ``clip_low`` (0.28 in DAPO, 0.3 in ARPO) to let rare good tokens grow."""
+    """Raise it above ``clip_low`` (0.28 in DAPO, arXiv:2503.14476; 0.3 in ARPO) to let rare good tokens grow."""
     dual_clip: float | None = Field(3.0, gt=1)
     """Bounds the loss of a negative advantage at dual_clip * |A|. None: off. Lower it when single tokens of bad samples throw
     the policy off."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
     """How tokens are averaged. token-mean: all tokens of an update alike, so long answers weigh more (DAPO); seq-mean-...:
     all answers alike, their tokens summed or averaged; -norm divides by ``norm_length``, so length has no influence
-    (Dr.GRPO)."""
+    (Dr. GRPO, arXiv:2503.20783)."""
     norm_length: int | None = Field(None, gt=0)
-    """Required by seq-mean-token-sum-norm (Dr.GRPO as verl has it): the constant that the sum over all tokens is divided by, and
+    """Required by seq-mean-token-sum-norm (Dr. GRPO as verl has it): the constant that the sum over all tokens is divided by, and
     all it is divided by, so the gradient grows with the trajectories of an update. For TRL's mean over trajectories set the
     length times the trajectories of a full update; a smaller update (filtering) then still weighs less."""
     kl_coef: float = Field(0.0, ge=0)

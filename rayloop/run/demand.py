@@ -50,7 +50,7 @@ def total(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return sums
 
 
-def published(config: RunConfig, parameters: int) -> int:
+def update_bytes(config: RunConfig, parameters: int) -> int:
     """Bytes of one weight update in the object store, of a model with so many parameters; 0 where it takes another way."""
     if isinstance(config.weight_sync.transport, CudaIpcTransport | FilesystemTransport):
         return 0
@@ -59,7 +59,7 @@ def published(config: RunConfig, parameters: int) -> int:
 
 def store_wanted(config: RunConfig, parameters: int) -> int:
     """Bytes of a private cluster's object store: what a run needs anyway, and the weight updates that exist at once."""
-    return OBJECT_STORE + int(VERSIONS * published(config, parameters))
+    return OBJECT_STORE + int(VERSIONS * update_bytes(config, parameters))
 
 
 def store(config: RunConfig, parameters: int, shared_memory: Path = SHARED_MEMORY) -> int:

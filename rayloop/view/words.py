@@ -105,9 +105,9 @@ def _logprob_check(record: Record) -> str:
 
 def _self_test(record: Record) -> str:
     if record.get("skipped"):
-        return f"published {record['group']} weights: not tested, {record['skipped']}"
+        return f"weight sync ({record['group']}): not tested, {record['skipped']}"
     return (
-        f"published {record['group']} weights reach the engine: a visible change of them moved the trainer by "
+        f"weight sync ({record['group']}) reaches the engine: a visible change of the weights moved the trainer by "
         f"{number(record['moved'])}, the engine then differed by {number(record['follows'])}"
     )
 
