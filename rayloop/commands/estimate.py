@@ -36,9 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     made = plan(config, found, arguments.step_seconds)
     shown = min(config.environment.episode.max_images, config.environment.episode.max_turns)  # images, at their largest
     try:
-        lengths = Lengths(
-            round(made.prompt), round(made.response), min(shown * config.model.max_pixels // FACTOR**2, round(made.prompt))
-        )
+        images = min(shown * config.model.max_pixels // FACTOR**2, round(made.prompt))
+        lengths = Lengths(round(made.prompt), round(made.response), images, made.held_out)
         shape = read_shape(config.model.path, config.model.revision)
         roles = memory(with_micro_batch(config), shape, lengths)
         why = ""

@@ -62,16 +62,23 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a trajectory: read, written, and those of ``prompt`` that stand for images."""
+    """Tokens of a trajectory: read, written, and those of ``prompt`` that stand for images; ``held_out``: tokens of an
+    evaluation's, where they are more."""
 
     prompt: int
     response: int
     images: int
+    held_out: int = 0
 
     @property
     def whole(self) -> int:
         """Tokens of the trajectory."""
         return self.prompt + self.response
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory that an engine decodes."""
+        return max(self.whole, self.held_out)
 
 
 def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory]:
@@ -81,7 +88,7 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory
     roles = [
         RoleMemory("driver", 1, 0, {"process": LIGHT}),
         RoleMemory("policy", policy.ranks, policy.placement.num_gpus, _rank(config, shape, lengths)),
-        RoleMemory("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.whole)),
+        RoleMemory("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.longest)),
         RoleMemory("environment", environment.actors, environment.placement.num_gpus, {"process": LIGHT}),
         RoleMemory("reward", reward.actors, reward.placement.num_gpus, {"process": LIGHT}),
     ]

@@ -185,6 +185,35 @@ def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
     assert set(parts(remote, "rollout")) == {"process"}
 
 
+def test_an_engine_has_room_for_the_longest_episode_of_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Up to 9,000 tokens; the trainer sees no evaluation."""
+    monkeypatch.chdir(ROOT)
+    over = 'evaluation.over={"environment.episode.max_turns": 3, "environment.episode.max_tokens": 9000}'
+
+    def said(*more: str) -> tuple[dict[str, dict[str, int]], str]:
+        command = ["estimate", str(QUICKSTART), f"output={tmp_path}", "evaluation.every=10", *more]
+        assert main([*command, "--json"]) == 0
+        roles = {role["role"]: role for role in json.loads(capsys.readouterr().out)["memory"]}
+        assert main(command) == 0
+        return roles, capsys.readouterr().out
+
+    (usual, _), (longer, text) = said(), said(over)
+    made = plan(read(QUICKSTART, []), None)
+    assert longer["rollout"]["cache"] / usual["rollout"]["cache"] == pytest.approx(9000 / (made.prompt + made.response), rel=1e-3)
+    assert longer["policy"] == usual["policy"]
+    assert "evaluations, whose trajectories have up to 9000 tokens" in text
+    never, _ = said(over, "evaluation.every=0")
+    assert never["rollout"] == usual["rollout"], "it is never played"
+    shorter, text = said('evaluation.over={"rollout.sampling.max_tokens": 1}')
+    assert shorter["rollout"] == usual["rollout"]
+    assert "have up to" not in text
+    run = steps_of(tmp_path / "run", 9.0, 7.0, 2.0)
+    measured_too, _ = said(over, "--from", str(run))
+    assert measured_too["rollout"]["cache"] == longer["rollout"]["cache"], "steps say nothing about its lengths"
+
+
 def qwen7b() -> Shape:
     """Qwen2.5-VL-7B: 8.29 billion parameters by its card, of which 0.68 in the tower."""
     sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (152064, 3584), "lm_head.weight": (152064, 3584)}
