@@ -97,6 +97,25 @@ def test_prompts_of_others_lie_beside_their_licence(path: Path) -> None:
         assert list(path.parent.glob("prompts/LICENSE*"))
 
 
+TRL = {
+    "learning rate, original: full training": 1e-6, "clip below": 0.2, "dual clip": None, "aggregation (dapo)": "token-mean",
+    "passes over a step (num_iterations)": 1, "advantage": "grpo", "term beside the deviation": 1e-4, "temperature": 1.0,
+    "generation": "transformers in the trainer", "first rows of a subset": "those of the file, shuffled",
+}  # fmt: skip
+"""trl/trainer/grpo_config.py and grpo_trainer.py at 8c26b7d (v0.26.2): learning_rate, epsilon (epsilon_high is None), delta,
+loss_type, num_iterations, scale_rewards, the advantage's divisor, temperature, use_vllm, shuffle_dataset."""
+TRANSFORMERS = {
+    "schedule": "linear", "warm-up": 0, "optimizer": "adamw_torch", "AdamW's betas": [0.9, 0.999], "weight decay": 0.0,
+    "gradient norm": 1.0, "seed of order and answers": 42, "saves": 500, "checkpoints kept": "all",
+}  # fmt: skip
+"""transformers/training_args.py 4.57.3; ``optim`` is fused from torch 2.8 on, and the fork has 2.6.0."""
+
+
+def test_values_that_chart_rvr_leaves_to_its_libraries_are_theirs() -> None:
+    found = {one["what"]: one["published"] for one in data(ROOT / "recipes/chart_rvr/published.yaml")["values"]}
+    assert {name: found.get(name, ABSENT) for name in TRL | TRANSFORMERS} == TRL | TRANSFORMERS
+
+
 def test_the_page_is_generated() -> None:
     assert (ROOT / "docs/published_values.md").read_text(encoding="utf-8") == page(), "make docs"
 
