@@ -11,9 +11,12 @@ from typing import Any
 
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.data.rows import rows
+from rayloop.estimate.memory import Lengths
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 
+FACTOR = 28
+"""Pixels of a side of an image token, in Qwen2.5-VL."""
 WARM = 1
 """First steps of a run that are not measured: threads are timed, and caches are empty."""
 
@@ -112,6 +115,13 @@ def _bound(config: RunConfig) -> tuple[int, int]:
     most = min(episode.max_tokens, episode.max_response_tokens or episode.max_tokens)
     response = min(episode.max_turns * config.rollout.sampling.max_tokens, most)
     return episode.max_tokens - response if episode.max_turns > 1 else episode.max_prompt_tokens, response
+
+
+def lengths(config: RunConfig, made: Plan) -> Lengths:
+    """The plan's tokens of a trajectory, its images as large as they may be."""
+    episode, prompt = config.environment.episode, round(made.prompt)
+    images = min(episode.max_images, episode.max_turns) * config.model.max_pixels // FACTOR**2
+    return Lengths(prompt, round(made.response), min(images, prompt), made.held_out)
 
 
 def count(path: str) -> int | None:

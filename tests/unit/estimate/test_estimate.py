@@ -11,7 +11,7 @@ import pytest
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import FsdpSettings
-from rayloop.estimate.memory import HOST, Lengths, activations, fitted, memory, with_micro_batch
+from rayloop.estimate.memory import HOST, Lengths, activations, card, fitted, memory, with_micro_batch
 from rayloop.estimate.run import duration, measured, plan
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.run.config import RunConfig, read
@@ -59,6 +59,7 @@ def test_charts_fit_one_card_of_40_gb_together() -> None:
     roles = [role for role in memory(config, qwen3b(), Lengths(850, 768, 320)) if role.gpus]
     assert [role.gpus for role in roles] == [0.5, 0.5]
     assert sum(size for role in roles for part, size in role.parts.items() if part not in HOST) < 0.8 * 40 * 2**30
+    assert [card(role, roles) for role in roles] == [40, 40]
 
 
 def test_adapters_are_counted_as_the_published_run_reports_them() -> None:
