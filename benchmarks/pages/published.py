@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.pages.fits import of_cards, of_roles, on_gpus
 from rayloop.config.settings import Component
 from rayloop.run.config import read
 
@@ -17,7 +18,8 @@ HEADER = """# Published values, and ours
 
 Made by `python -m benchmarks.pages.published`; do not edit. Of each published system: every value of its scripts beside ours,
 what differs in behaviour, and its prompts by the SHA-256 of their text. A value without a key has its reason. The first
-configuration is the default, the second repeats the original.
+configuration is the default, the second repeats the original. Memory is what `estimate` computes for the second, with the longest
+trajectories that it allows; no GPU has measured it.
 """
 ABSENT = object()
 """A configuration has nothing at this place."""
@@ -42,6 +44,9 @@ def section(path: Path) -> Iterator[str]:
     yield f"## {name}\n"
     runs = ", ".join(f"`{folder}/{data[which]}`" for which in ("default", "faithful"))
     yield f"`{source['repository']}` at {source['commit']} ({licence}). {runs}.\n"
+    roles = on_gpus(path.parent / data["faithful"])
+    yield from table(("role as published", "GPUs", "GiB of each", "for", "smallest card"), of_roles(roles))
+    yield from table(("published cards", "fits", "why not"), of_cards(roles, data["cards"]))
     yield from table(("value", "key", "published", "ours", "reason"), map(row_of, data["values"]))
     names = ("what", "original", "corrected", "why", "run")
     yield from table(("differs", *names[1:4], "which runs"), ([one.get(key, "") for key in names] for one in data["differences"]))

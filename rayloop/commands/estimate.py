@@ -6,13 +6,10 @@ from pathlib import Path
 
 from rayloop.commands.arguments import add_run
 from rayloop.core.failures import ConfigError
-from rayloop.estimate.memory import Lengths, RoleMemory, memory, with_micro_batch
-from rayloop.estimate.run import as_json, has_steps, lines, measured, plan
+from rayloop.estimate.memory import RoleMemory, card, memory, on_card, with_micro_batch
+from rayloop.estimate.run import as_json, has_steps, lengths, lines, measured, plan
 from rayloop.estimate.shape import read_shape
 from rayloop.run.config import read
-
-FACTOR = 28
-"""Pixels of a side of an image token, in Qwen2.5-VL."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,13 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
     if found and not arguments.json:
         print(f"measured: {found.steps} steps of {folder}")
     made = plan(config, found, arguments.step_seconds)
-    shown = min(config.environment.episode.max_images, config.environment.episode.max_turns)  # images, at their largest
     try:
-        lengths = Lengths(
-            round(made.prompt), round(made.response), min(shown * config.model.max_pixels // FACTOR**2, round(made.prompt))
-        )
         shape = read_shape(config.model.path, config.model.revision)
-        roles = memory(with_micro_batch(config), shape, lengths)
+        roles = memory(with_micro_batch(config), shape, lengths(config, made))
         why = ""
     except ConfigError as error:
         roles, why = [], str(error)
@@ -48,7 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
         roles, why = [], f"model.path: {config.model.path}: its config.json has no {error}"
     if arguments.json:
         described = [
-            {"role": r.name, "count": r.count, "gpus": r.gpus, "bytes": r.bytes, "card": r.card if r.gpus else None, **r.parts}
+            {
+                "role": r.name,
+                "count": r.count,
+                "gpus": r.gpus,
+                "bytes": r.bytes,
+                "card": card(r, roles) if r.gpus else None,
+                **r.parts,
+            }
             for r in roles
         ]
         print(json.dumps({**as_json(made), "memory": described}))
@@ -58,11 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _verdict(role: RoleMemory) -> str:
+def _verdict(role: RoleMemory, roles: list[RoleMemory]) -> str:
     if not role.gpus:
         return ""
     fewer = ", which then decodes fewer sequences together" if role.spare else ""
-    return f"; fits a card of {role.card} GB{fewer}" if role.card else "; FITS NO CARD: use more ranks or num_gpus"
+    smallest, shared = card(role, roles), "with what shares it, " if on_card(role, roles) > role.needed else ""
+    return f"; {shared}fits a card of {smallest} GB{fewer}" if smallest else "; FITS NO CARD: use more ranks or num_gpus"
 
 
 def _table(roles: list[RoleMemory]) -> list[str]:
@@ -70,5 +71,5 @@ def _table(roles: list[RoleMemory]) -> list[str]:
     for role in roles:
         parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in role.parts.items() if size)
         gpus = f" on {role.gpus:g} GPU" if role.gpus else ""
-        lines.append(f"  {role.count} x {role.name}{gpus}: {role.bytes / 1e9:.2f} = {parts}{_verdict(role)}")
+        lines.append(f"  {role.count} x {role.name}{gpus}: {role.bytes / 1e9:.2f} = {parts}{_verdict(role, roles)}")
     return lines

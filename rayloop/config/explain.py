@@ -159,7 +159,7 @@ def _unknown_key(key: str, holder: type[BaseModel], root: type[BaseModel]) -> st
     places = [(dotted((*path, key)), model) for path, model in walk(root) if key in keys(model)]
     below = {model for _, model in walk(holder)}
     near = [place for place, model in places if model in below] or [place for place, _ in places]
-    moved = " and ".join(near[:3])
+    moved = " and ".join(list(dict.fromkeys(near))[:3])
     hint = f"; it is a key of {moved}" if moved else nearest(key, valid)
     return f"unknown key{hint}{'' if hint.endswith('?') else '.'} Keys here: {', '.join(valid) or 'none'}"
 

@@ -301,7 +301,8 @@ class LoraSettings(SettingsModel):
     """The adapters' output is scaled by alpha / rank: scale both together, or the effective learning rate changes."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of the adapters' inputs that an update leaves out, to repeat a published run; log-probs are computed without. The
-    updated policy is then not quite the sampled one, which the log-prob mismatch of the loss shows."""
+    updated policy is then not quite the sampled one, which the log-prob mismatch of the loss shows; ``alarms.logprobs`` compares
+    fresh episodes instead."""
     targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Names of the linear layers that get an adapter: all of a layer, as all models that can be trained here name them."""
 
@@ -342,6 +343,11 @@ class FsdpSettings(SettingsModel):
     def trains_vision(self) -> bool:
         """Whether the vision tower is trained, or adapted."""
         return self.lora is None if self.train_vision is None else self.train_vision
+
+    @property
+    def drops_out(self) -> bool:
+        """Whether an update computes with dropout."""
+        return self.lora is not None and self.lora.dropout > 0
 
     @property
     def logprob_chunk(self) -> int:

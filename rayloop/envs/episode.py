@@ -190,8 +190,9 @@ class _Episode:
 
     async def _turn(self, index: int) -> EndReason | None:
         """Sample one turn and let the environment answer it. Returns why the episode ends, None when it goes on."""
-        completion = await self._sample(index)
-        if completion.finish is FinishReason.LENGTH and self._room() <= 0:
+        room = self._room()
+        completion = await self._sample(index, room)
+        if completion.finish is FinishReason.LENGTH and room <= self.sampling.max_tokens:
             return EndReason.OVER_LENGTH
         try:
             step: StepResult = await self._call("step", self._text(completion), timeout=self.settings.step_timeout)
@@ -212,14 +213,14 @@ class _Episode:
             return EndReason.MAX_TURNS
         return await self._observe(step.observation.messages, completion)
 
-    async def _sample(self, index: int) -> Completion:
+    async def _sample(self, index: int, room: int) -> Completion:
         prompt = TokenPrompt(
             tuple(self.token_ids),
             tuple(self.images),
             affinity=str(self.request.id.group),
             seed=derive(self.request.seed, "turn", index),
         )
-        most = min(self.sampling.max_tokens, self._room())
+        most = min(self.sampling.max_tokens, room)
         sampling = dataclasses.replace(self.sampling, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most))
         completion = await self.generate(prompt, sampling)
         tokens, logprobs = completion.token_ids, completion.logprobs

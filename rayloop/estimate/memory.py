@@ -1,7 +1,7 @@
 """Memory of each role by arithmetic: weights, gradients, optimizer, activations, cache of keys and values."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,11 +48,10 @@ class RoleMemory:
     """Of ``parts`` what an engine of vLLM can do without, decoding fewer sequences together."""
 
     @property
-    def card(self) -> int | None:
-        """GB of the smallest card that holds what the role needs; None: no card does. Of a share of a card, the whole one."""
+    def needed(self) -> float:
+        """GiB of a GPU without which the role does not work."""
         host = sum(self.parts.get(name, 0) for name in HOST)
-        needed = (self.bytes - host - self.spare) / GIB + CONTEXT
-        return next((name for name, has in CARDS.items() if needed <= has * min(self.gpus, 1.0)), None)
+        return (self.bytes - host - self.spare) / GIB + CONTEXT
 
     @property
     def bytes(self) -> int:
@@ -62,16 +61,37 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a trajectory: read, written, and those of ``prompt`` that stand for images."""
+    """Tokens of a trajectory: read, written, and those of ``prompt`` that stand for images; ``held_out``: tokens of an
+    evaluation's, where they are more."""
 
     prompt: int
     response: int
     images: int
+    held_out: int = 0
 
     @property
     def whole(self) -> int:
         """Tokens of the trajectory."""
         return self.prompt + self.response
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest trajectory that an engine decodes."""
+        return max(self.whole, self.held_out)
+
+
+def on_card(role: RoleMemory, roles: Sequence[RoleMemory]) -> float:
+    """GiB of a GPU that the role needs, with all that has a share of the same one: shares that make no more than one GPU lie on
+    one. Otherwise the role is taken to have no more than its share."""
+    shares = [one for one in roles if 0 < one.gpus < 1]
+    if role in shares and sum(one.count * one.gpus for one in shares) <= 1:
+        return sum(one.count * one.needed for one in shares)
+    return role.needed / min(role.gpus, 1.0)
+
+
+def card(role: RoleMemory, roles: Sequence[RoleMemory]) -> int | None:
+    """GB of the smallest card that holds what ``on_card`` says; None: no card does."""
+    return next((name for name, has in CARDS.items() if on_card(role, roles) <= has), None)
 
 
 def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory]:
@@ -81,7 +101,7 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory
     roles = [
         RoleMemory("driver", 1, 0, {"process": LIGHT}),
         RoleMemory("policy", policy.ranks, policy.placement.num_gpus, _rank(config, shape, lengths)),
-        RoleMemory("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.whole)),
+        RoleMemory("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.longest)),
         RoleMemory("environment", environment.actors, environment.placement.num_gpus, {"process": LIGHT}),
         RoleMemory("reward", reward.actors, reward.placement.num_gpus, {"process": LIGHT}),
     ]

@@ -11,9 +11,12 @@ from typing import Any
 
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.data.rows import rows
+from rayloop.estimate.memory import Lengths
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 
+FACTOR = 28
+"""Pixels of a side of an image token, in Qwen2.5-VL."""
 WARM = 1
 """First steps of a run that are not measured: caches are empty."""
 
@@ -66,7 +69,8 @@ def measured(run: Path) -> Measured:
 @dataclass(frozen=True)
 class Plan:
     """``target``: trajectories that a step trains on, in ``groups``; ``updates``: of the optimizer in a step; ``prompt``,
-    ``response``: tokens of a trajectory; ``seconds``: None when unknown."""
+    ``response``: tokens of a trajectory; ``held_out``: tokens of an evaluation's, 0 where its limit is not above training's;
+    ``seconds``: None when unknown."""
 
     steps: int
     target: int
@@ -78,6 +82,7 @@ class Plan:
     evaluations: int
     seconds: float | None
     groups: int
+    held_out: int = 0
 
     @property
     def tokens(self) -> float:
@@ -89,12 +94,10 @@ def plan(config: RunConfig, found: Measured | None, step_seconds: float | None =
     """The plan of ``config``, timed by the measured steps of a run or by ``step_seconds``. Without measured lengths a trajectory
     is as long as the configuration allows: an upper bound."""
     algorithm, update, steps = config.algorithm, config.policy.update, config.steps
-    episode = config.environment.episode
-    most = min(episode.max_tokens, episode.max_response_tokens or episode.max_tokens)
-    response = min(episode.max_turns * config.rollout.sampling.max_tokens, most)
-    prompt = episode.max_tokens - response if episode.max_turns > 1 else episode.max_prompt_tokens
+    prompt, response = _bound(config)
     every = config.evaluation.every
     evaluations = config.evaluation.first + math.ceil(steps / every) if every else 0
+    longest = sum(_bound(config.in_evaluation)) if evaluations else 0
     seconds = None if step_seconds is None else step_seconds * steps
     if seconds is None and found is not None:
         seconds = found.seconds * algorithm.target / found.trajectories * steps + found.evaluation * evaluations
@@ -102,8 +105,23 @@ def plan(config: RunConfig, found: Measured | None, step_seconds: float | None =
     return Plan(
         steps, algorithm.target, count(config.data.train), update.epochs * update.mini_batches, round(played),
         found.prompt if found else float(prompt), found.response if found else float(response),
-        evaluations, seconds, algorithm.groups_per_step,
+        evaluations, seconds, algorithm.groups_per_step, longest if longest > prompt + response else 0,
     )  # fmt: skip
+
+
+def _bound(config: RunConfig) -> tuple[int, int]:
+    """Tokens of a trajectory that are read and written, as many as the configuration allows."""
+    episode = config.environment.episode
+    most = min(episode.max_tokens, episode.max_response_tokens or episode.max_tokens)
+    response = min(episode.max_turns * config.rollout.sampling.max_tokens, most)
+    return episode.max_tokens - response if episode.max_turns > 1 else episode.max_prompt_tokens, response
+
+
+def lengths(config: RunConfig, made: Plan) -> Lengths:
+    """The plan's tokens of a trajectory, its images as large as they may be."""
+    episode, prompt = config.environment.episode, round(made.prompt)
+    images = min(episode.max_images, episode.max_turns) * config.model.max_pixels // FACTOR**2
+    return Lengths(prompt, round(made.response), min(images, prompt), made.held_out)
 
 
 def count(path: str) -> int | None:
@@ -124,7 +142,8 @@ def lines(config: RunConfig, made: Plan, found: Measured | None) -> list[str]:
     each = f"{made.prompt:.0f} read and {made.response:.0f} written in each{bound}"
     text.append(f"{made.trajectories} trajectories to play, {made.tokens:.3g} tokens: {each}")
     if made.evaluations:
-        text.append(f"{made.evaluations} evaluations")
+        longer = f", whose trajectories have up to {made.held_out} tokens" if made.held_out else ""
+        text.append(f"{made.evaluations} evaluations{longer}")
     unknown = "unknown until steps have been measured: run a few, then estimate --from RUN (or --step-seconds S)"
     return [*text, f"time: {unknown if made.seconds is None else duration(made.seconds)}"]
 

@@ -53,8 +53,8 @@ class AlarmSettings(CollapseSettings):
     the others, which describe the policy."""
     logprobs: Limit = Limit()
     """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
-    three steps. After ten steps without such samples four tasks are played for it. Without ``warn``: 1e-3 in
-    float32, 0.1 in bfloat16."""
+    three steps. After ten steps without such samples, and every ten steps with ``policy.engine.lora.dropout``, four tasks are
+    played for it. Without ``warn``: 1e-3 in float32, 0.1 in bfloat16."""
 
     @field_validator("flags", mode="before")
     @classmethod
@@ -83,9 +83,10 @@ class Alarms:
     GraderBroken when the reward raised on every trajectory of the first group (of two or more) that reached it.
     """
 
-    def __init__(self, settings: AlarmSettings, drift: float, reward: str, emit: Emit) -> None:
-        """``drift``: log-prob mismatch in nats that warns. ``reward``: the dotted name of the reward, for messages."""
-        self.settings, self._reward, self._emit = settings, reward, emit
+    def __init__(self, settings: AlarmSettings, drift: float, reward: str, emit: Emit, *, dropout: bool = False) -> None:
+        """``drift``: log-prob mismatch in nats that warns. ``reward``: the dotted name of the reward, for messages. ``dropout``:
+        the trainer's log-probs are with dropout, so that their mismatch shows no lost sync; only fresh episodes are compared."""
+        self.settings, self._reward, self._emit, self._dropout = settings, reward, emit, dropout
         given = settings.logprobs
         warn = min(drift, drift if given.stop is None else given.stop) if given.warn is None else given.warn
         self._drift_limit = Limit(warn=warn, stop=given.stop)
@@ -143,9 +144,9 @@ class Alarms:
         self._seen = deque(seen, maxlen=WINDOW)
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Take the log-prob mismatch of a step's samples of lag 0."""
+        """Take the log-prob mismatch of a step's samples of lag 0, unless dropout is part of it."""
         self._without += 1
-        if DRIFT in metrics:
+        if DRIFT in metrics and not self._dropout:
             self.compared(metrics[DRIFT])
 
     def recorded(self, metrics: Mapping[str, float]) -> None:

@@ -37,7 +37,8 @@ class RolloutManager:
         self.config, self.ledger, self.dataset, self._reporter = config, ledger, dataset, reporter
         self.scheduler = GroupScheduler(config, dataset, ledger, reporter.bad_row)
         self.ready = ReadyGroups(config.algorithm, ledger)
-        self.alarms = Alarms(config.alarms, config.drift, config.reward.source.use, reporter.event)
+        dropout = config.policy.engine.drops_out
+        self.alarms = Alarms(config.alarms, config.drift, config.reward.source.use, reporter.event, dropout=dropout)
         self.finished = FinishedGroups(config, ledger, self.ready, self.alarms, blame)
         self.in_flight: dict[int, GroupRequest] = {}
         self._playing = GroupRollout(config, self._notify)

@@ -110,8 +110,10 @@ def _film(row: Mapping[str, Any], videos: list[Any], where: str) -> str:
     else:
         with Image.open(frames[0]) as animated:
             count = getattr(animated, "n_frames", 1)
+    given = row.get("fps")
+    rate = float((given[0] if isinstance(given, list | tuple) else given) or 1)
     return (
-        f"Frame Width: {width}; Frame Height: {height};\nVideo Length: {count}; Sample FPS: {float(row.get('fps') or 1):.2f}\n"
+        f"Frame Width: {width}; Frame Height: {height};\nVideo Length: {count}; Sample FPS: {rate:.2f}\n"
         "The original video has been read into the global variable `video_clue_0`."
     )
 

@@ -193,6 +193,21 @@ def test_videos_are_readers_of_frames(make: Make, tmp_path: Any) -> None:
         make(Task("v", TASK.messages, extra={"videos": [["nowhere.png"]]}))
 
 
+@pytest.mark.parametrize(("fps", "rates"), [([4.0, 8.0], "4.0 8.0"), ([4.0, 0.0], "4.0 1.0"), (2, "2.0 2.0"), (None, "1.0 1.0")])
+def test_each_video_has_its_rate(make: Make, tmp_path: Any, fps: Any, rates: str) -> None:
+    Image.new("RGB", (8, 4)).save(tmp_path / "frame.png")
+    videos = {"videos": [[str(tmp_path / "frame.png")]] * 2, "fps": fps}
+    environment = make(Task("v", TASK.messages, extra=videos))
+    assert rates in shown(run(environment, "print(video_clue_0.get_avg_fps(), video_clue_1.get_avg_fps())"))
+
+
+@pytest.mark.parametrize("fps", [[4.0], [4.0, 8.0, 2.0], ["fast", 1.0], "fast", -1])
+def test_a_rate_that_is_none_is_the_datas_failure(make: Make, tmp_path: Any, fps: Any) -> None:
+    Image.new("RGB", (8, 4)).save(tmp_path / "frame.png")
+    with pytest.raises(DataFailure, match=r"fps: .* expected a positive number, or one for each of 2 videos"):
+        make(Task("v", TASK.messages, extra={"videos": [[str(tmp_path / "frame.png")]] * 2, "fps": fps}))
+
+
 def test_a_video_may_have_more_frames_than_an_answer_has_figures(make: Make, tmp_path: Any) -> None:
     Image.new("RGB", (8, 4)).save(tmp_path / "frame.png")
     environment = make(Task("v", TASK.messages, extra={"videos": [[str(tmp_path / "frame.png")] * 300]}))

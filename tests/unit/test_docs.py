@@ -28,9 +28,11 @@ DOTTED = re.compile(rf"`(rayloop(?:\.\w+)+|(?:{'|'.join(TOPS[1:7])})(?:\.\w+)+(?
 OWNED = re.compile(r"`(\w+)[^`]*`\s(?:from|of|in)\s`([\w.]+|[\w/]+\.py)`")
 COMMAND = re.compile(r"(?:`|^ {2,4})python3? -m rayloop ([a-z]+)\b", re.MULTILINE)
 WHOLE = re.compile(
-    r"`(?:\S*python3? -m rayloop) ([^`]+ [^`]+)`|^ {4}(?:\S*python3? -m rayloop) ((?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE
+    r"`(?:\S*python3? -m rayloop) ([^`]+ [^`]+)`"
+    r"|^ {4,}(?:[^\n#`]* do |watch )?(?:\S*python3? -m rayloop) ((?:[^\n]*\\\n)*[^\n]*)",
+    re.MULTILINE,
 )
-"""A command with its arguments: between backticks, or a line of a block that may be continued."""
+"""A command with its arguments: between backticks, or a line of a block that may be continued, or is in a loop."""
 TARGET = re.compile(r"(?:`|^    )make (?:[A-Z_]+=\S+ )*([a-z][\w-]*)(?![\w/-])", re.MULTILINE)
 
 
@@ -86,7 +88,7 @@ def test_every_command_that_is_quoted_exists() -> None:
 def test_every_command_that_is_quoted_in_full_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
     wrong, understood = [], 0
     for _, place, match in found(WHOLE, PAGES):
-        words = shlex.split(re.split(r"\s#| {3,}", (match[1] or match[2]).replace("\\\n", ""))[0])
+        words = shlex.split(re.split(r"\s#| {3,}|;", re.sub(r"\\\n *", "", match[1] or match[2]))[0])
         if any(word[0] in "[." or "|" in word or word in ("ACTION", "RECIPE", "NAME") for word in words):
             continue  # a form, not a command
         understood += 1

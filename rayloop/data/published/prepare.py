@@ -195,8 +195,8 @@ def _finished(how: ColumnMap, row: Row, pictures: Pictures) -> Row:
         if "bbox" in row:
             row["bbox"] = fractions(row["bbox"], how.boxes, width, height, where)
     if "videos" in row:
-        row["videos"], rate = pictures.frames(row["videos"], beside, where)
-        row |= {"fps": rate} if rate else {}
+        row["videos"], rates = pictures.frames(row["videos"], beside, where)
+        row |= {"fps": rates[0] if len(set(rates)) == 1 else rates} if any(rates) else {}
     return row
 
 
@@ -301,14 +301,14 @@ class Pictures:
             self._sizes[path] = width, height
         return path, *self._sizes[path]
 
-    def frames(self, entry: Any, beside: str, where: str) -> tuple[list[Any], float]:
-        """A video: the path of an animated picture, or those of its frames (a film is taken apart into them), and frames per
-        second, 0 where a folder of frames does not say. Raises DataFailure."""
+    def frames(self, entry: Any, beside: str, where: str) -> tuple[list[Any], list[float]]:
+        """Of each video the path of an animated picture, or those of its frames (a film is taken apart into them), and its frames
+        per second, 0 where only a film would say. Raises DataFailure."""
         found: list[Any] = []
-        rate = 0.0
+        rates: list[float] = []
         for one in entry if isinstance(entry, list | tuple) else (entry,):
             path = self._found(str(one), beside, where, or_folder=True)
-            folder = path if path.is_dir() else path.with_suffix("")
+            folder, rate = path if path.is_dir() else path.with_suffix(""), 0.0
             if path.suffix.lower() in ANIMATED and path.is_file():
                 found.append(str(path.resolve()))
             elif folder.is_dir() and (shots := sorted(p for p in folder.iterdir() if p.suffix.lower() in FRAMES)):
@@ -316,7 +316,8 @@ class Pictures:
             else:
                 made, rate = taken_apart(path, self._out / "frames", self._fps, where)
                 found.append([str(frame.resolve()) for frame in made])
-        return found, rate
+            rates.append(rate)
+        return found, rates
 
     def _bytes(self, entry: Any, beside: str, where: str) -> bytes:
         value = entry

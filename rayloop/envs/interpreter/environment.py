@@ -114,7 +114,8 @@ class PythonInterpreter:
         """rayloop, or the environment of PyVision-RL whose reading of turns, results and preloaded names a published model was
         trained with; a timeout is then an error in code. Set instruct: false and on_error: stop with it."""
         fps: float = Field(1.0, gt=0)
-        """Frames per second that a video's reader returns, where a row has no ``fps``. Set it to that of your frames."""
+        """Frames per second that a video's reader returns, where a row has no ``fps`` (a number, or a list of one for each
+        video). Set it to that of your frames."""
         sandbox: SandboxSettings = SandboxSettings()
         """How strongly code is confined, and its limits."""
 
@@ -126,7 +127,7 @@ class PythonInterpreter:
         self._images: dict[str, bytes] = {}
         self._videos: dict[str, list[bytes]] = {}
         self._shown = self._ran = 0
-        self._fps = settings.fps
+        self._rates: list[float] = []
 
     @staticmethod
     def preflight(settings: PythonInterpreter.Settings) -> str:
@@ -139,7 +140,7 @@ class PythonInterpreter:
         name = "image_clue" if self._settings.show_images else "image_hint"
         self._images = {f"{name}_{index}": data for index, (data, _, _) in enumerate(probed)}
         self._videos = {f"video_clue_{index}": frames for index, frames in enumerate(_videos(task))}
-        self._fps = float(task.extra.get("fps") or self._settings.fps)
+        self._rates = _rates(task, len(self._videos), self._settings.fps)
         self._begin()
         return Observation(self._prompt(task, [(width, height) for _, width, height in probed]))
 
@@ -184,8 +185,8 @@ class PythonInterpreter:
         try:
             self._interpreter = self._sandbox.interpreter()
             failed = self._interpreter.images(self._images, _LOADING) if self._images else None
-            for name, encoded in self._videos.items():
-                failed = failed or self._interpreter.video(name, encoded, self._fps, _LOADING)
+            for (name, encoded), rate in zip(self._videos.items(), self._rates, strict=True):
+                failed = failed or self._interpreter.video(name, encoded, rate, _LOADING)
             if self._settings.wording != "rayloop":
                 converted = "".join(f"{name} = {name}.convert('RGB')\n" for name in self._images)
                 if error := self._interpreter.run(text.PRELUDE + converted, _LOADING).error:
@@ -266,6 +267,19 @@ def _videos(task: Task) -> list[list[bytes]]:
         return [[Path(path).read_bytes() for path in video] for video in paths]
     except (OSError, TypeError) as error:
         raise DataFailure(task.id, f"videos: {error}") from error
+
+
+def _rates(task: Task, videos: int, usual: float) -> list[float]:
+    """Frames per second of each video: the row's number, its list, or ``usual`` where it has none. Raises DataFailure."""
+    given: Any = task.extra.get("fps")
+    each = list(given) if isinstance(given, list | tuple) else [given] * videos
+    try:
+        rates = [float(rate or usual) for rate in each]
+    except (TypeError, ValueError):
+        rates = []
+    if len(rates) != videos or not all(rate > 0 for rate in rates):
+        raise DataFailure(task.id, f"fps: got {given!r:.100}, expected a positive number, or one for each of {videos} videos")
+    return rates
 
 
 _BEGIN = b"\x89PNG\r\n\x1a\n"

@@ -165,9 +165,14 @@ def test_unknown_keys_of_the_run_configuration_name_the_nearest(write: Write) ->
         algorithm:
           group_siz: 4
         lr: 1e-5
+        policy: {optimizer: {kind: adamw}}
+        weight_sync: {transport: {timeout: 3}}
         """
     )
-    group_size, lr = refused(path, model=RunConfig)
+    kind, group_size, transport, lr = refused(path, model=RunConfig)
+    several = "rollout.engine.kind and algorithm.advantage.kind and algorithm.filtering.filters.*.kind"
+    assert kind.startswith(f"house.yaml:9: policy.optimizer.kind: unknown key; it is a key of {several}. Keys here: lr, ")
+    assert transport.startswith("house.yaml:10: weight_sync.transport.timeout: unknown key; it is a key of reward.timeout and ")
     assert group_size.startswith("house.yaml:7: algorithm.group_siz: unknown key; did you mean `group_size`?")
     assert lr.startswith("house.yaml:8: lr: unknown key; it is a key of policy.optimizer.lr.")
 

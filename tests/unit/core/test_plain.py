@@ -147,7 +147,7 @@ OF_THE_PROCESS = {
     "ReadyGroups": {"settings", "ledger", "_counted", "_fresh", "_fresh_for"},
     "FinishedGroups": {"ledger", "ready", "alarms", "blame", "_injected"},
     "Alarms": {"settings", "_reward", "_emit", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
-               "_returned", "_raised", "_raised_held_out", "collapse"},
+               "_dropout", "_returned", "_raised", "_raised_held_out", "collapse"},
     "Collapse": {"_settings", "_last", "_unknown"},
     "FailureHistory": {"_settings", "_successes", "_groups", "_services"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},

@@ -327,26 +327,50 @@ def test_a_film_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DataFailure, match=r'is a film, which PyAV takes apart: pip install "rayloop\[video\]"'):
         Pictures(tmp_path / "out", tmp_path, (".",)).frames("a.mp4", str(tmp_path), "row")
     written(tmp_path / "b.gif", b"GIF")
-    assert Pictures(tmp_path, tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row") == ([str(tmp_path / "b.gif")], 0.0)
+    assert Pictures(tmp_path, tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row") == ([str(tmp_path / "b.gif")], [0.0])
+
+
+def film(file: Path, rate: int) -> Path:
+    """16 frames of 64 x 48 pixels, each redder than the one before."""
+    av = pytest.importorskip("av")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with av.open(str(file), "w") as opened:
+        stream = opened.add_stream("mpeg4", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for index in range(16):
+            opened.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), (index * 16, 0, 0)))))
+        opened.mux(stream.encode())
+    return file
 
 
 @pytest.mark.parametrize(("per_second", "kept", "rate"), [(2.0, 4, 2.0), (0.0, 16, 8.0), (30.0, 16, 8.0)])
 def test_a_film_is_taken_apart(per_second: float, kept: int, rate: float, tmp_path: Path) -> None:
-    av = pytest.importorskip("av")
-    with av.open(str(tmp_path / "a.mp4"), "w") as film:
-        stream = film.add_stream("mpeg4", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
-        for index in range(16):
-            film.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48), (index * 16, 0, 0)))))
-        film.mux(stream.encode())
+    film(tmp_path / "a.mp4", 8)
     ((frames,), found) = Pictures(tmp_path / "out", tmp_path, (".",), fps=per_second).frames("a.mp4", str(tmp_path), "row")
-    assert (len(frames), found) == (kept, rate)
+    assert (len(frames), found) == (kept, [rate])
     reds = [Image.open(frame).convert("RGB").getpixel((30, 20))[0] for frame in frames]  # type: ignore[index]
     assert reds == sorted(reds)
     assert reds[-1] == pytest.approx(240 if kept == 16 else 192, abs=12)
     written(tmp_path / "b.mp4", b"no film")
     with pytest.raises(DataFailure, match="cannot be read as a film"):
         Pictures(tmp_path / "out", tmp_path, (".",)).frames("b.mp4", str(tmp_path), "row")
+
+
+@pytest.mark.parametrize(
+    ("videos", "fps", "rates"),
+    [(["slow.mp4", "fast.mp4"], "0", [4.0, 8.0]), (["slow.mp4", "a.gif"], "0", [4.0, 0.0]), (["slow.mp4", "fast.mp4"], "2", 2.0),
+     (["a.gif"], "2", None)],
+)  # fmt: skip
+def test_each_film_of_a_row_keeps_its_rate(videos: list[str], fps: str, rates: Any, tmp_path: Path) -> None:
+    film(tmp_path / "hub/slow.mp4", 4)
+    film(tmp_path / "hub/fast.mp4", 8)
+    written(tmp_path / "hub/a.gif", b"GIF")
+    asked = {"video_path": videos, "question": "Which?", "answer": "A"}
+    written(tmp_path / "hub/pyvision_video_rl_data.json", [asked])
+    command = ["data", "prepare", "pyvision_video", "--out", str(tmp_path / "out"), "--from", str(tmp_path / "hub"), "--fps", fps]
+    assert main(command) == 0
+    (row,) = [json.loads(line) for line in (tmp_path / "out/train.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert (len(row["videos"]), row.get("fps")) == (len(videos), rates)
 
 
 def osworld(folder: Path, listed: str) -> list[str]:

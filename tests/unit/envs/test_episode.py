@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rayloop.chat.rendering import Renderer
+from rayloop.cluster.supervision.attempts import _item
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import (
     DataFailure,
@@ -23,7 +24,7 @@ from rayloop.core.failures import (
     OverLongPrompt,
     ToolDeadline,
 )
-from rayloop.core.groups import Scored, Unscored
+from rayloop.core.groups import Member, Scored, Unscored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult, ToolResult
 from rayloop.core.threads import hanging
 from rayloop.core.types import (
@@ -34,6 +35,7 @@ from rayloop.core.types import (
     RolloutRequest,
     Sampling,
     Task,
+    TokenIds,
     Trajectory,
     TrajectoryId,
     Version,
@@ -45,6 +47,7 @@ from rayloop.envs.scripted import ScriptedTool
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.envs.single_turn import SingleTurn
 from rayloop.rewards.environment_result import EnvironmentResult
+from rayloop.run.held_out import Play
 from tests.support.pictures import picture
 from tests.support.scripted_engine import Said, ScriptedEngine
 
@@ -151,6 +154,35 @@ def test_the_answers_of_all_turns_have_a_limit_of_their_own(renderer: Renderer) 
     assert sum(len(turn.token_ids) for turn in trajectory.turns[1:]) == 40
     trajectory, _ = run(renderer, scripted(NEXT), [("a", END)], max_response_tokens=sum(answered))
     assert (trajectory.end_reason, len(trajectory.turns)) == (EndReason.OVER_LENGTH, 2), "no room for a turn behind the observation"
+
+
+class Retokenizing(ScriptedEngine):
+    """What a server cut at its limit of tokens has fewer of them in the policy's tokenizer."""
+
+    def tokens(self, said: Said, limit: int) -> TokenIds:
+        return self._renderer.encode(said[0])[: limit - 1]
+
+
+@pytest.mark.parametrize("engine", [ScriptedEngine, Retokenizing])
+@pytest.mark.parametrize(
+    ("limits", "reason", "cut"),
+    [
+        ({"max_response_tokens": 9}, EndReason.OVER_LENGTH, False),
+        ({"max_response_tokens": 16}, EndReason.OVER_LENGTH, False),
+        ({"max_response_tokens": 30}, EndReason.DONE, True),
+        ({}, EndReason.DONE, True),
+    ],
+)  # fmt: skip
+def test_only_an_answer_that_more_room_for_a_turn_would_help_counts_as_cut(
+    renderer: Renderer, engine: type[ScriptedEngine], limits: dict[str, int], reason: EndReason, cut: bool
+) -> None:
+    """A turn has 16 tokens; ``eval --retries`` plays what is cut again with twice as many."""
+    made, asked = engine(renderer, [("a b c d e f g h", LENGTH)]), request()
+    settings = EpisodeSettings.model_validate({"max_tokens": 500, **limits})
+    played = asyncio.run(play(asked, InThread("T", scripted), renderer, settings, made.generate))
+    summary = summarize(played, TASK, 0.0, renderer.image_token)
+    item = _item(Play("right", TASK, asked.sampling), Member(summary, Scored(0.0)), ())
+    assert (played.end_reason, item.cut, summary.cut) == (reason, cut, True)
 
 
 def test_a_turn_that_ends_exactly_at_the_limit_counts(renderer: Renderer) -> None:

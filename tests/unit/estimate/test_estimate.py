@@ -11,7 +11,7 @@ import pytest
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import FsdpSettings
-from rayloop.estimate.memory import HOST, Lengths, activations, fitted, memory, with_micro_batch
+from rayloop.estimate.memory import HOST, Lengths, activations, card, fitted, memory, with_micro_batch
 from rayloop.estimate.run import duration, measured, plan
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.run.config import RunConfig, read
@@ -59,6 +59,7 @@ def test_charts_fit_one_card_of_40_gb_together() -> None:
     roles = [role for role in memory(config, qwen3b(), Lengths(850, 768, 320)) if role.gpus]
     assert [role.gpus for role in roles] == [0.5, 0.5]
     assert sum(size for role in roles for part, size in role.parts.items() if part not in HOST) < 0.8 * 40 * 2**30
+    assert [card(role, roles) for role in roles] == [40, 40]
 
 
 def test_adapters_are_counted_as_the_published_run_reports_them() -> None:
@@ -183,6 +184,35 @@ def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
     assert parts(run_of(rollout__engine__max_sequences=64), "rollout")["cache"] == engine["cache"] // 4
     remote = run_of(rollout__engine={"kind": "openai_http", "base_url": "http://a/v1", "model": "b"})
     assert set(parts(remote, "rollout")) == {"process"}
+
+
+def test_an_engine_has_room_for_the_longest_episode_of_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Up to 9,000 tokens; the trainer sees no evaluation."""
+    monkeypatch.chdir(ROOT)
+    over = 'evaluation.over={"environment.episode.max_turns": 3, "environment.episode.max_tokens": 9000}'
+
+    def said(*more: str) -> tuple[dict[str, dict[str, int]], str]:
+        command = ["estimate", str(QUICKSTART), f"output={tmp_path}", "evaluation.every=10", *more]
+        assert main([*command, "--json"]) == 0
+        roles = {role["role"]: role for role in json.loads(capsys.readouterr().out)["memory"]}
+        assert main(command) == 0
+        return roles, capsys.readouterr().out
+
+    (usual, _), (longer, text) = said(), said(over)
+    made = plan(read(QUICKSTART, []), None)
+    assert longer["rollout"]["cache"] / usual["rollout"]["cache"] == pytest.approx(9000 / (made.prompt + made.response), rel=1e-3)
+    assert longer["policy"] == usual["policy"]
+    assert "evaluations, whose trajectories have up to 9000 tokens" in text
+    never, _ = said(over, "evaluation.every=0")
+    assert never["rollout"] == usual["rollout"], "it is never played"
+    shorter, text = said('evaluation.over={"rollout.sampling.max_tokens": 1}')
+    assert shorter["rollout"] == usual["rollout"]
+    assert "have up to" not in text
+    run = steps_of(tmp_path / "run", 9.0, 7.0, 2.0)
+    measured_too, _ = said(over, "--from", str(run))
+    assert measured_too["rollout"]["cache"] == longer["rollout"]["cache"], "steps say nothing about its lengths"
 
 
 def qwen7b() -> Shape:

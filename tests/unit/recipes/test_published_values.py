@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.pages.fits import SEVEN, THREE, of_cards, of_roles
 from benchmarks.pages.published import ABSENT, configurations, files, page, value_at
+from rayloop.engines.settings import FsdpSettings
+from rayloop.estimate.memory import GIB, RoleMemory
 from tests.support.runs import ROOT
 
 FILES = files()
-SECTIONS = {"source", "default", "faithful", "values", "differences", "prompts"}
+SECTIONS = {"source", "default", "faithful", "cards", "values", "differences", "prompts"}
 ALLOWED = {
+    "cards": ({"gpus", "gb", "from"}, set()),
     "values": ({"what", "published"}, {"key", "ours", "reason"}),
     "differences": ({"what", "original", "corrected", "why", "run"}, set()),
     "prompts": ({"from", "sha256"}, {"file", "why"}),
@@ -95,6 +99,61 @@ def test_prompts_that_are_shipped_have_their_hash(path: Path) -> None:
 def test_prompts_of_others_lie_beside_their_licence(path: Path) -> None:
     if any("file" in prompt for prompt in data(path).get("prompts") or ()):
         assert list(path.parent.glob("prompts/LICENSE*"))
+
+
+TRL = {
+    "learning rate, original: full training": 1e-6, "clip below": 0.2, "dual clip": None, "aggregation (dapo)": "token-mean",
+    "passes over a step (num_iterations)": 1, "advantage": "grpo", "term beside the deviation": 1e-4, "temperature": 1.0,
+    "generation": "transformers in the trainer", "first rows of a subset": "those of the file, shuffled",
+}  # fmt: skip
+"""trl/trainer/grpo_config.py and grpo_trainer.py at 8c26b7d (v0.26.2): learning_rate, epsilon (epsilon_high is None), delta,
+loss_type, num_iterations, scale_rewards, the advantage's divisor, temperature, use_vllm, shuffle_dataset."""
+TRANSFORMERS = {
+    "schedule": "linear", "warm-up": 0, "optimizer": "adamw_torch", "AdamW's betas": [0.9, 0.999], "weight decay": 0.0,
+    "gradient norm": 1.0, "seed of order and answers": 42, "saves": 500, "checkpoints kept": "all",
+}  # fmt: skip
+"""transformers/training_args.py 4.57.3; ``optim`` is fused from torch 2.8 on, and the fork has 2.6.0."""
+
+
+def test_values_that_chart_rvr_leaves_to_its_libraries_are_theirs() -> None:
+    found = {one["what"]: one["published"] for one in data(ROOT / "recipes/chart_rvr/published.yaml")["values"]}
+    assert {name: found.get(name, ABSENT) for name in TRL | TRANSFORMERS} == TRL | TRANSFORMERS
+
+
+def test_shapes_have_the_parameters_that_are_published() -> None:
+    """3B with adapters in Chart-RVR's log: 3,773,199,360; 7B on its model card: 8,292,166,656."""
+    everywhere = FsdpSettings.model_validate({"lora": {"rank": 8}, "train_vision": True})
+    assert THREE.parameters + THREE.trained(everywhere) == 3_773_199_360
+    assert SEVEN.parameters == 8_292_166_656
+
+
+def role(name: str, gpus: float, gib: float, spare: float = 0.0) -> RoleMemory:
+    parts = {"process": 9 * GIB, "weights": round(gib * GIB), "cache": round(spare * GIB) + GIB}
+    return RoleMemory(name, 2, gpus, parts, round(spare * GIB))
+
+
+def test_a_preset_is_held_against_the_published_cards() -> None:
+    """A GPU of 20 + 1 + 1 GiB, and one that two processes share, of 8 + 1 + 1 GiB each without the cache to spare."""
+    roles = [role("policy", 1, 20), role("rollout", 0.5, 8, spare=2)]
+    assert list(of_roles(roles)) == [
+        ["policy", "2 x 1", "22.0", "weights 20.0, cache 1.0, CUDA 1.0", "24 GB"],
+        [
+            "rollout", "2 x 0.5", "10.0", "weights 8.0, cache 1.0, CUDA 1.0; 2.0 more for all sequences at once",
+            "24 GB for all that share it",
+        ],
+    ]  # fmt: skip
+
+    def held(gpus: int | None, gb: int | None) -> list[str]:
+        (row,) = of_cards(roles, [{"gpus": gpus, "gb": gb, "from": "a page"}])
+        return row
+
+    assert held(3, 24) == ["3 x 24 GB (a page)", "yes", ""]
+    assert held(2, 24) == ["2 x 24 GB (a page)", "no", "3 GPUs are asked for"]
+    assert held(16, None) == ["16 x ? (a page)", "unknown: no card is named", ""]
+    assert held(None, None) == ["? x ? (a page)", "unknown: no number and no card is named", ""]
+    roles.append(role("reference", 0.5, 10))
+    why = "4 GPUs are asked for; reference needs 24.0 GiB of 23.5"
+    assert held(3, 24) == ["3 x 24 GB (a page)", "no", why], "four halves are more than a GPU: each has no more than its half"
 
 
 def test_the_page_is_generated() -> None:

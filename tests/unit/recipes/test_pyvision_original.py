@@ -80,6 +80,9 @@ def test_a_film_is_asked_about_with_its_size_and_rate(page: Path) -> None:
     task = reader(published="vis_tool_with_img_info_video_v4").task(row, "rows:1", page)
     assert "Frame Width: 96; Frame Height: 64;\nVideo Length: 2; Sample FPS: 2.00\nThe original video" in said(task.messages[0])
     assert not task.images
+    two = {**row, "videos": [["a.png", "a.png"], ["a.png"]], "fps": [4.0, 8.0]}
+    task = reader(published="vis_tool_with_img_info_video_v4").task(two, "rows:1", page)
+    assert "Sample FPS: 4.00\n" in said(task.messages[0]), "the first film's"
     with pytest.raises(DataFailure, match="no videos"):
         reader(published="vis_tool_with_img_info_video_v4").task({**row, "videos": [], "image": "a.png"}, "rows:1", page)
 
