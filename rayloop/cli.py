@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -80,15 +81,29 @@ def main(argv: list[str] | None = None, build: Callable[[Sequence[str]], argpars
     arguments = parsed(argv, build)
     try:
         code: int = arguments.run(arguments)
+        sys.stdout.flush()
         return code
     except RayloopError as error:
         text = "; ".join([str(error), *getattr(error, "__notes__", ())])
         print(f"rayloop: {type(error).__name__}: {text}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return 1
     except KeyboardInterrupt:
         lost = " before anything could be saved" if arguments.command in ("train", "sft") else ""
         print(f"rayloop: interrupted{lost}", file=sys.stderr)
         return 1
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of stdout is gone (``| head``). The rest of the output is then thrown away."""
+    out = select.poll()
+    out.register(sys.stdout.fileno(), 0)
+    if gone := any(event & select.POLLERR for _, event in out.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
 
 
 def parsed(argv: Sequence[str] | None, build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser) -> argparse.Namespace:

@@ -208,3 +208,14 @@ def test_no_option_swallows_the_words_that_follow(word: str) -> None:
     greedy = {name.rpartition(" ")[0] for name, a in found.items() if a.option_strings and a.nargs in ("*", "+")}
     own = {name.rpartition(" ")[0] for name, a in found.items() if not a.option_strings}
     assert not greedy & own - {"bench scale"}, "give the option action=append"  # of numbers; what is no number is refused by name
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    """``rayloop env list | head``."""
+    command = [sys.executable, "-m", "rayloop", "env", "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 1
