@@ -221,6 +221,31 @@ def test_a_video_that_is_too_large_is_the_datas_failure(make: Make, tmp_path: An
         make(Task("v", TASK.messages, extra={"videos": [[str(tmp_path / "frame.png")] * 3]}))
 
 
+PUBLISHED: dict[str, Any] = {"wording": "pyvision_gym_w_image_hint", "instruct": False, "on_error": "stop"}
+
+
+@pytest.mark.parametrize("settings", [{}, PUBLISHED])
+def test_an_image_that_the_interpreter_cannot_read_is_the_datas_failure(
+    make: Make, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("rayloop.sandbox.frames.MOST_GIVEN", frames.Bounds(1 << 20, 2, 10))
+    with pytest.raises(DataFailure, match=r"cannot read them: 1 images of .* bytes, which may be 2 of 10"):
+        make(**settings)
+
+
+def test_an_image_that_cannot_be_made_rgb_is_the_datas_failure_with_its_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = "def fails(*mode): raise MemoryError('no room')\nImage.Image.convert = fails\n"
+    monkeypatch.setattr("rayloop.envs.interpreter.text.PRELUDE", "from PIL import Image\n" + fails)
+    with pytest.raises(DataFailure, match=r"cannot read them: not as RGB: MemoryError: no room"):
+        make(**PUBLISHED)
+
+
+def test_a_python_without_the_published_modules_is_the_environments_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayloop.envs.interpreter.text.PRELUDE", "import no_such_module\n")
+    with pytest.raises(EnvironmentFailed, match="lacks what the published prelude imports(.|\n)*no_such_module"):
+        make(**PUBLISHED)
+
+
 FORGED = """
 import json, os, struct
 def forged(blobs=(), **parts):

@@ -184,19 +184,27 @@ class PythonInterpreter:
         """A new interpreter with the episode's images. Raises DataFailure for one that it cannot read, EnvironmentFailed."""
         try:
             self._interpreter = self._sandbox.interpreter()
-            failed = self._interpreter.images(self._images, _LOADING) if self._images else None
-            for (name, encoded), rate in zip(self._videos.items(), self._rates, strict=True):
-                failed = failed or self._interpreter.video(name, encoded, rate, _LOADING)
-            if self._settings.wording != "rayloop":
-                converted = "".join(f"{name} = {name}.convert('RGB')\n" for name in self._images)
-                if error := self._interpreter.run(text.PRELUDE + converted, _LOADING).error:
-                    raise SandboxFailed(f"its Python lacks what the published prelude imports: {error}")
+            failed = self._given(self._interpreter)
         except (SandboxFailed, CodeFailed) as error:
             self.close()
             raise EnvironmentFailed(f"the sandbox failed: {error}") from error
         if failed:
             self.close()
             raise DataFailure("the task's images", f"the interpreter cannot read them: {failed}")
+
+    def _given(self, interpreter: Interpreter) -> str | None:
+        """Give it the episode's images, and what a published model finds there. Returns why the images cannot be used, else None.
+        Raises SandboxFailed, CodeFailed."""
+        failed = interpreter.images(self._images, _LOADING) if self._images else None
+        for (name, encoded), rate in zip(self._videos.items(), self._rates, strict=True):
+            failed = failed or interpreter.video(name, encoded, rate, _LOADING)
+        if failed or self._settings.wording == "rayloop":
+            return failed
+        if error := interpreter.run(text.PRELUDE, _LOADING).error:
+            raise SandboxFailed(f"its Python lacks what the published prelude imports: {error}")
+        converted = "".join(f"{name} = {name}.convert('RGB')\n" for name in self._images)
+        error = interpreter.run(converted, _LOADING).error
+        return f"not as RGB: {error.splitlines()[-1]}" if error else None
 
     def _prompt(self, task: Task, sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
         """The task's messages; each image stands between its name's tags, or is left out."""
