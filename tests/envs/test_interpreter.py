@@ -201,7 +201,7 @@ def test_each_video_has_its_rate(make: Make, tmp_path: Any, fps: Any, rates: str
     assert rates in shown(run(environment, "print(video_clue_0.get_avg_fps(), video_clue_1.get_avg_fps())"))
 
 
-@pytest.mark.parametrize("fps", [[4.0], [4.0, 8.0, 2.0], ["fast", 1.0], "fast", -1])
+@pytest.mark.parametrize("fps", [[4.0], [4.0, 8.0, 2.0], ["fast", 1.0], "fast", -1, float("inf"), "nan"])
 def test_a_rate_that_is_none_is_the_datas_failure(make: Make, tmp_path: Any, fps: Any) -> None:
     Image.new("RGB", (8, 4)).save(tmp_path / "frame.png")
     with pytest.raises(DataFailure, match=r"fps: .* expected a positive number, or one for each of 2 videos"):

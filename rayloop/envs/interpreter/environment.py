@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import struct
 import threading
 import time
@@ -135,7 +136,7 @@ class PythonInterpreter:
         return required_level(settings.sandbox.minimum)
 
     def reset(self, task: Task) -> Observation:
-        """Raises DataFailure for an image that cannot be read, EnvironmentFailed when the sandbox fails."""
+        """Raises DataFailure for an image or a row that cannot be read, EnvironmentFailed when the sandbox fails."""
         probed = [probe(image) for image in task.images]
         name = "image_clue" if self._settings.show_images else "image_hint"
         self._images = {f"{name}_{index}": data for index, (data, _, _) in enumerate(probed)}
@@ -285,7 +286,7 @@ def _rates(task: Task, videos: int, usual: float) -> list[float]:
         rates = [float(rate or usual) for rate in each]
     except (TypeError, ValueError):
         rates = []
-    if len(rates) != videos or not all(rate > 0 for rate in rates):
+    if len(rates) != videos or not all(0 < rate < math.inf for rate in rates):
         raise DataFailure(task.id, f"fps: got {given!r:.100}, expected a positive number, or one for each of {videos} videos")
     return rates
 
