@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import StepResult
@@ -244,6 +245,12 @@ def test_a_python_without_the_published_modules_is_the_environments_failure(make
     monkeypatch.setattr("rayloop.envs.interpreter.text.PRELUDE", "import no_such_module\n")
     with pytest.raises(EnvironmentFailed, match="lacks what the published prelude imports(.|\n)*no_such_module"):
         make(**PUBLISHED)
+
+
+@pytest.mark.parametrize("settings", [{}, {"instruct": False}, {"on_error": "stop"}])
+def test_a_published_wording_stands_with_what_the_models_were_trained_with(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="wording pyvision_gym_w_image_hint needs instruct: false and on_error: stop"):
+        PythonInterpreter.Settings.model_validate({"wording": "pyvision_gym_w_image_hint", **settings})
 
 
 FORGED = """

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, ToolDeadline
@@ -113,12 +113,18 @@ class PythonInterpreter:
         protection."""
         wording: text.Wording = "rayloop"
         """rayloop, or the environment of PyVision-RL whose reading of turns, results and preloaded names a published model was
-        trained with; a timeout is then an error in code. Set instruct: false and on_error: stop with it."""
+        trained with; a timeout is then an error in code. It needs instruct: false and on_error: stop."""
         fps: float = Field(1.0, gt=0)
         """Frames per second that a video's reader returns, where a row has no ``fps`` (a number, or a list of one for each
         video). Set it to that of your frames."""
         sandbox: SandboxSettings = SandboxSettings()
         """How strongly code is confined, and its limits."""
+
+        @model_validator(mode="after")
+        def _as_trained(self) -> PythonInterpreter.Settings:
+            if self.wording != "rayloop" and (self.instruct or self.on_error != "stop"):
+                raise ValueError(f"wording {self.wording} needs instruct: false and on_error: stop, as its models were trained")
+            return self
 
     def __init__(self, settings: PythonInterpreter.Settings) -> None:
         """Raises ConfigError when the machine does not reach ``sandbox.minimum``."""
@@ -146,7 +152,8 @@ class PythonInterpreter:
         return Observation(self._prompt(task, [(width, height) for _, width, height in probed]))
 
     def step(self, turn: str) -> StepResult:
-        """Run the turn's code. Raises ToolDeadline with ``on_error: stop``, EnvironmentFailed when the sandbox fails."""
+        """Run the turn's code. Raises ToolDeadline for code that hangs with ``on_error: stop`` and ``wording: rayloop``, and
+        EnvironmentFailed when the sandbox fails."""
         ours = self._settings.wording == "rayloop"
         code = text.code(turn) if ours else text.published_code(turn)
         if (answer := text.answer(turn) if ours else text.published_answer(turn)) is not None:
