@@ -11,7 +11,7 @@ from pydantic import Field
 from transformers import AutoModel, AutoTokenizer
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.model_files import resolve
 
 
@@ -43,7 +43,14 @@ class TextEmbedder:
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Sequence[Sequence[float]]:
-        """One vector of length 1 for each text; an empty text has one too, that of its two marks."""
+        """One vector of length 1 for each text; an empty text has one too, that of its two marks. Raises InfrastructureFailure for
+        what torch raises, such as memory that is short: another grader may have it."""
+        try:
+            return self._vectors(texts)
+        except (RuntimeError, MemoryError) as error:
+            raise InfrastructureFailure(f"the embedder failed on {self._device}: {type(error).__name__}: {error}") from error
+
+    def _vectors(self, texts: Sequence[str]) -> list[list[float]]:
         read = self._tokenizer(list(texts), padding=True, truncation=True, max_length=self._longest, return_tensors="pt")
         given = {name: tensor.to(self._device) for name, tensor in read.items()}
         hidden = self._model(**given).last_hidden_state

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from rayloop.config.settings import Component
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.engines.text_embedder import TextEmbedder
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "read", "the", "bar", "sum", "is", "ten"]
@@ -65,3 +65,14 @@ def test_a_folder_without_a_model_and_a_gpu_that_is_not_there_are_named(folder: 
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="sees no GPU"):
             TextEmbedder(TextEmbedder.Settings(model=str(folder), device="cuda"))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: device-side"), MemoryError("no room")])
+def test_a_device_that_fails_is_never_a_reward(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    made = embedder(folder)
+    monkeypatch.setattr(made, "_model", fails)
+    with pytest.raises(InfrastructureFailure, match=rf"the embedder failed on cpu: {type(error).__name__}: {error}"):
+        made.embed(["read the bar"])
