@@ -61,7 +61,12 @@ class TextEmbedder:
 
 
 def _longest(folder: Path, positions: int) -> int:
-    """Tokens of the longest text: sentence-transformers' own limit, else the model's positions."""
+    """Tokens of the longest text: sentence-transformers' own limit, else the model's positions. Raises ConfigError."""
     file = folder / "sentence_bert_config.json"
-    own = json.loads(file.read_text(encoding="utf-8")).get("max_seq_length") if file.is_file() else None
-    return min(int(own or positions), positions)
+    if not file.is_file():
+        return positions
+    try:
+        own = json.loads(file.read_text(encoding="utf-8")).get("max_seq_length")
+        return min(int(own or positions), positions)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"embedder model: {file} cannot be read: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -76,3 +77,12 @@ def test_a_device_that_fails_is_never_a_reward(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(made, "_model", fails)
     with pytest.raises(InfrastructureFailure, match=rf"the embedder failed on cpu: {type(error).__name__}: {error}"):
         made.embed(["read the bar"])
+
+
+@pytest.mark.parametrize("text", ["{", "[8]", '{"max_seq_length": "long"}'])
+def test_a_broken_limit_names_its_file(folder: Path, tmp_path: Path, text: str) -> None:
+    broken = tmp_path / "bert"
+    shutil.copytree(folder, broken)
+    (broken / "sentence_bert_config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"{broken}/sentence_bert_config\.json cannot be read: "):
+        embedder(broken)
