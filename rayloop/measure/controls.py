@@ -234,10 +234,10 @@ def pass_rates(items: Iterable[Item], score: str, least: float, arm: str = SAMPL
 
 
 def solved_tasks(items: Iterable[Item], score: str, least: float) -> dict[str, tuple[int, int]]:
-    """By task: its right answers, and all that have the score, of any arm that shows the right image."""
+    """By task: its right answers, and all that have the score, of the arms that show the right image."""
     found: dict[str, tuple[int, int]] = {}
     for item in items:
-        if score in item.scores:
+        if item.arm in (RIGHT, SAMPLED) and score in item.scores:
             right, played = found.get(item.task, (0, 0))
             found[item.task] = right + (item.scores[score] >= least), played + 1
     return found

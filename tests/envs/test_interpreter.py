@@ -243,7 +243,7 @@ def test_an_image_that_cannot_be_made_rgb_is_the_datas_failure_with_its_error(ma
 
 def test_a_python_without_the_published_modules_is_the_environments_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayloop.envs.interpreter.text.PRELUDE", "import no_such_module\n")
-    with pytest.raises(EnvironmentFailed, match="lacks what the published prelude imports(.|\n)*no_such_module"):
+    with pytest.raises(EnvironmentFailed, match=r"lacks what the published prelude imports(.|\n)*no_such_module"):
         make(**PUBLISHED)
 
 

@@ -7,7 +7,7 @@ from math import comb
 
 import pytest
 
-from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, pass_rates, solved_tasks, summarise, table
+from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item, by_column, pass_rates, solved_tasks, summarise, table
 from rayloop.measure.intervals import pass_at
 
 
@@ -44,6 +44,12 @@ def test_rates_are_over_tasks_and_of_the_sampled_answers() -> None:
     counts = solved_tasks(made, "click", 1.0)
     assert {task for task, (right, _) in counts.items() if right} == {"a", "b", "c"}
     assert solved_tasks(items("d", [0, 0]), "click", 1.0) == {"d": (0, 2)}
+
+
+@pytest.mark.parametrize("arm", [SAME, OTHER, BLIND])
+def test_a_task_is_not_solved_without_its_own_image(arm: str) -> None:
+    made = [*items("a", [1], arm), *items("b", [1], arm), *items("b", [0], RIGHT), *items("b", [1, 0])]
+    assert solved_tasks(made, "click", 1.0) == {"b": (1, 3)}
 
 
 def test_means_by_a_column_are_of_the_right_image() -> None:
