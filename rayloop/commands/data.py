@@ -123,14 +123,18 @@ def keep_solvable(chosen: argparse.Namespace) -> None:
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     folder = chosen.by if (chosen.by / ITEMS).is_file() else _played(chosen, file)
     score, least = right(read(chosen.config, []).evaluation.solved if chosen.config else "success")
-    items = read_items(folder / ITEMS)
-    counts, asked = solved_tasks(items, score, least), {item.task for item in items}
-    kept = [{**row, **_counted(counts.get(row["id"]))} for row in rows if row["id"] not in asked or counts.get(row["id"], (0,))[0]]
+    counts = solved_tasks(read_items(folder / ITEMS), score, least)
+    if not counts:
+        raise ConfigError(
+            f"--solvable-by: no answer of {folder} has the score {score}; evaluation.solved of --config names another"
+        )
+    kept = [{**row, **_counted(counts.get(row["id"]))} for row in rows if row["id"] not in counts or counts[row["id"]][0]]
     if not kept:
         raise ConfigError(f"--solvable-by: {folder} solved none of the {len(rows)} rows of {file} ({score} >= {least:g})")
     write_whole(file, "".join(json.dumps(row) + "\n" for row in kept).encode())
-    unknown = sum(row["id"] not in asked for row in rows)
-    print(f"{file}: {len(kept)} of {len(rows)} rows are solved at least once" + (f", {unknown} unknown" if unknown else ""))
+    unknown = sum(row["id"] not in counts for row in rows)
+    solved = f"{len(kept) - unknown} solved at least once" + (f", {unknown} unknown" if unknown else "")
+    print(f"{file}: {len(kept)} of {len(rows)} rows are kept: {solved}")
 
 
 def _counted(counts: tuple[int, int] | None) -> dict[str, int]:

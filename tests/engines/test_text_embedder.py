@@ -68,7 +68,9 @@ def test_a_folder_without_a_model_and_a_gpu_that_is_not_there_are_named(folder: 
             TextEmbedder(TextEmbedder.Settings(model=str(folder), device="cuda"))
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: device-side"), MemoryError("no room")])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: device-side"), MemoryError("no room")]
+)
 def test_a_device_that_fails_is_never_a_reward(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fails(*_: object, **__: object) -> None:
         raise error

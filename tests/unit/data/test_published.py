@@ -427,7 +427,7 @@ def test_rows_that_were_never_solved_are_left_out(
     assert rows == ["os/1", "os/3", "os/4"]
     kept = [json.loads(line) for line in (tmp_path / "out/train.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(row.get("solved"), row.get("played")) for row in kept] == [(1, 2), (1, 1), (None, None)]
-    assert "3 of 4 rows are solved at least once, 1 unknown" in capsys.readouterr().out
+    assert "3 of 4 rows are kept: 2 solved at least once, 1 unknown" in capsys.readouterr().out
     asked: list[list[str]] = []
 
     def eval_of(words: list[str]) -> Any:
