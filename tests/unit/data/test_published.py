@@ -324,7 +324,7 @@ def test_boxes_become_fractions(box: Any, kind: str, made: list[float]) -> None:
 def test_a_film_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "a.mp4", b"film")
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(DataFailure, match=r'is a film, which PyAV takes apart: pip install "rayloop\[video\]"'):
+    with pytest.raises(ConfigError, match=r'is a film, which PyAV takes apart: pip install "rayloop\[video\]"'):
         Pictures(tmp_path / "out", tmp_path, (".",)).frames("a.mp4", str(tmp_path), "row")
     written(tmp_path / "b.gif", b"GIF")
     assert Pictures(tmp_path, tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row") == ([str(tmp_path / "b.gif")], [0.0])
