@@ -8,6 +8,7 @@ import binascii
 import hashlib
 import io
 import json
+import math
 import random
 import re
 from collections import Counter, defaultdict
@@ -43,7 +44,7 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
         "--images-root",
         type=Path,
         metavar="FOLDER",
-        help="where files are that rows name by paths of another machine: by the longest end that exists",
+        help="folder of files that rows name by paths of another machine; a file is found by the longest end of its path",
     )
     parser.add_argument("--hub", default="", metavar="OWNER/NAME", help="another data set of the Hub in the same layout")
     parser.add_argument("--max-samples", type=int, metavar="N", help="rows at most: of all new splits, of each published one")
@@ -62,8 +63,7 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
         parser.add_argument("--map", type=Path, required=True, metavar="FILE.yaml", help="whose columns are which")
     chosen = parser.parse_args(arguments)
     how = load(chosen.map if name == "generic" else maps[name], (), ColumnMap)
-    source = folder(how, chosen.local, chosen.hub)
-    if chosen.fps < 0:
+    if not 0 <= chosen.fps < math.inf:
         raise ConfigError(f"--fps {chosen.fps}: frames per second; 0 keeps every frame")
     if chosen.images_root is not None and not chosen.images_root.is_dir():
         raise ConfigError(f"--images-root {chosen.images_root} is no folder (seen from {Path.cwd()})")
@@ -75,6 +75,7 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
         fps=chosen.fps,
         images=chosen.images_root,
     )
+    source = folder(how, chosen.local, chosen.hub)
     written, left_out = prepare(how, source, chosen.out, wanted)
     for split, count in written.items():
         print(f"{chosen.out / f'{split}.jsonl'}: {count} rows")
@@ -108,7 +109,8 @@ class Wanted:
 
 
 def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
-    """Write ``out/SPLIT.jsonl`` and ``out/images``; return each split's rows and the rows left out. Raises ConfigError."""
+    """Write ``out/SPLIT.jsonl``, ``out/images``, and ``out/frames`` of films; return each split's rows and the rows left out.
+    Raises ConfigError."""
     splits = wanted.published or present(how, source)
     left_out: list[DataFailure] = []
     light: list[tuple[str, Row]] = []
@@ -278,8 +280,8 @@ NAME = 20
 
 
 class Pictures:
-    """Writes below ``out/images``; reads paths below ``folders`` of the data set's ``root``, beside the row's file, and by their
-    longest end below ``elsewhere``."""
+    """Writes images below ``out/images`` and frames of films below ``out/frames``; reads paths below ``folders`` of the data set's
+    ``root``, beside the row's file, and by their longest end below ``elsewhere``."""
 
     def __init__(
         self, out: Path, root: Path, folders: Sequence[str], elsewhere: Path | None = None, *, fps: float = FRAMES_PER_SECOND

@@ -74,3 +74,15 @@ def test_reasons_are_named_by_frequency_and_the_rest_counted() -> None:
     assert reasons(failures)[0] == "3 rows, such as row 0: no file /a/0.png; looked for /b/0.png"
     assert reasons(failures)[1] == "1 row, such as row: one is missing"
     assert reasons(failures)[-1] == "1 rows for 1 other reasons"
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--fps", "-1"], ["--fps", "nan"], ["--fps", "inf"], ["--images-root", "/nowhere/at/all"], ["--splits", "none"]]
+)
+def test_wrong_options_are_named_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: list[str]
+) -> None:
+    rows(tmp_path, THERE)
+    monkeypatch.setattr("rayloop.data.published.prepare.folder", lambda *_: pytest.fail("the data set is fetched"))
+    assert prepared(tmp_path, *wrong) == 2
+    assert wrong[0] in capsys.readouterr().err
