@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -105,18 +104,20 @@ class ScreenSettings(SettingsModel):
     role: str = "user"
     """The role under which the chat template shows screens: some templates know no ``tool``."""
     max_actions: int = Field(8, ge=1)
-    """Actions in one turn; a turn with more is answered with an error. Raise it for models that plan ahead."""
+    """Of ``corrected``: actions in one turn; a turn with more is answered with an error. Raise it for models that plan ahead."""
     variant: Literal["corrected", "original"] = "corrected"
     """original: as in ARPO, for models that it trained. Turns are read by its own rules, mistakes included; one that cannot be read
     ends the episode; the first screen is a message of its own."""
     most_actions: int | None = Field(None, ge=1)
-    """Of ``original``: actions of an episode, after which it ends; those of ARPO have 15."""
+    """Of ``original``: actions of an episode, after which it ends; those of ARPO have 15. Of a turn that asks for more, the rest is
+    not carried out; ARPO carries it out."""
 
 
 class ScreenEnvironment:
     """What environments with a screen share: reads a turn, checks its number of actions, and shows what follows.
 
-    Derive from it: ``_carry_out``."""
+    Derive from it: ``_carry_out`` does a turn's actions, ``variant: original`` asks for ``screen_size``, and ``reset`` returns
+    ``_first``, which begins an episode."""
 
     def __init__(self, settings: ScreenSettings) -> None:
         self._screen, self._acted = settings, 0
@@ -143,13 +144,15 @@ class ScreenEnvironment:
             done = acts(text, ScreenSize((columns, rows), (wide, high)))
         except Broken as error:
             return StepResult(error=f"this is no turn: {error}", done=True)
+        most = self._screen.most_actions
+        done = done if most is None else done[: max(0, most - self._acted)]
         self._acted += len(done)
         unit = [_moved(one, lambda at: Point(at.x * columns / wide, at.y * rows / high)) for call in done for one in call]
         try:
             step = self._carry_out(unit or [Sleep()])
         except ValueError as error:
             step = self._refused(str(error))
-        return dataclasses.replace(step, done=True) if self._acted >= (self._screen.most_actions or math.inf) else step
+        return step if most is None or self._acted < most else dataclasses.replace(step, done=True)
 
     def screen_size(self) -> tuple[int, int]:
         """Width and height of the screen, in pixels."""

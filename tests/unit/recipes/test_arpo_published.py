@@ -96,6 +96,13 @@ def test_an_episode_by_arpos_rules() -> None:
     assert made.step("Action: hotkey(key='a')").done, "it was the fourth action"
 
 
+def test_no_more_actions_are_carried_out_than_an_episode_has() -> None:
+    made = screen(most_actions=4)
+    assert not made.step("Action: hotkey(key='a')").done
+    assert made.step("Action: " + "\n\n".join(["hotkey(key='b')", "nonsense()"] * 50)).done
+    assert made.done == [Hotkey(("a",)), Hotkey(("b",)), Hotkey(("b",))], "a call that does nothing counts"
+
+
 def test_a_turn_that_is_none_ends_the_episode_whatever_the_run_does_after_errors() -> None:
     step = screen().step("I would rather not.")
     assert (step.done, step.error) == (True, "this is no turn: AssertionError")
