@@ -64,7 +64,7 @@ def parsed(text: str, screen: ScreenSize = ARPO) -> list[Parsed]:
     _, mark, written = text.rpartition("Action:")
     if not mark:
         raise Broken("AssertionError")
-    calls = [_call(_repaired(one).replace("\n", "\\n").lstrip()) for one in written.split("\n\n")]
+    calls = [_call(repaired(one).replace("\n", "\\n").lstrip()) for one in written.split("\n\n")]
     found = [(name, {key: _input(key, value, screen) for key, value in given.items() if value != ""}) for name, given in calls]
     start = f"import pyautogui\nimport time\n'''\nObservation:\n\n\nThought:\n{_thought(text)}\n'''\n"
     made = []
@@ -98,13 +98,19 @@ def add_box_token(text: str) -> str:
     return f"{before}Action: " + "\n\n".join(put)
 
 
-def _repaired(call: str) -> str:
-    """The call with its quotes escaped; text around the call becomes part of its argument."""
+def repaired(call: str) -> str:
+    """The call with its quotes escaped; text around the call becomes part of its argument. In time that grows with the text."""
     name = next((name for name in ("type", "finished") if f"{name}(content" in call), None)
     if name is None:
         return call
-    bare = re.sub(rf"{name}\(content='(.*?)'\)", lambda found: found[1], call)
+    bare = "\n".join(_unwrapped(line, name) for line in call.split("\n"))
     return f"{name}(content='{_escaped(bare)}')"
+
+
+def _unwrapped(line: str, name: str) -> str:
+    """The line with the arguments in place of its calls. Behind the last end of a call there is none to search for."""
+    before, end, rest = line.rpartition("')")
+    return re.sub(rf"{name}\(content='(.*?)'\)", lambda found: found[1], before + end) + rest
 
 
 def _escaped(text: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from contextlib import suppress
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
-from rayloop.envs.grammar.arpo import Broken, add_box_token, parsed, resized
+from rayloop.envs.grammar.arpo import Broken, add_box_token, parsed, repaired, resized
 from rayloop.recipes.arpo.reward import ArpoReward
 
 
@@ -154,3 +156,23 @@ def test_the_thought_is_what_stands_before_the_action(text: str, thought: str | 
     """The last turn needed minutes where a pattern tried each blank."""
     [call] = parsed(text)
     assert f"Thought:\n{thought}\n'''" in call.code
+
+
+@pytest.mark.parametrize("name", ["type", "finished"])
+@pytest.mark.parametrize("tail", ["", "\n')", "\n" * 9 + "')"])
+def test_calls_that_are_never_closed_take_time_that_grows_with_the_text(name: str, tail: str) -> None:
+    began = time.process_time()
+    with suppress(Broken):
+        parsed("Thought: t\nAction: " + f"{name}(content='" * 20_000 + tail)
+    assert time.process_time() - began < 5
+
+
+PIECES = ["type(content='", "finished(content='", "')", "'", "\n", "type(content=", "type", "\\'", ")", "a", "\r"]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join))
+def test_quotes_are_escaped_as_the_originals_pattern_does(call: str) -> None:
+    name = next((name for name in ("type", "finished") if f"{name}(content" in call), None)
+    bare = re.sub(rf"{name}\(content='(.*?)'\)", r"\1", call)
+    escaped = re.sub(r"(?<!\\)'", r"\\'", bare)
+    assert repaired(call) == (call if name is None else f"{name}(content='{escaped}')")
