@@ -68,10 +68,15 @@ def _made(name: str, options: list[str]) -> int:
 
 
 def validate_run(config: RunConfig) -> int:
-    """Check a run's rows with its reader, and that none is both trained on and held out. Returns 0 or 1; raises as ``check``."""
-    files = [Path(path) for path in (config.data.train, config.data.eval) if path is not None]
-    length, limit = _length(config), config.environment.episode.max_prompt_tokens
-    found = [check(path, config.data.reader, config.environment.kinds, length, limit) for path in files]
+    """Check a run's rows with its reader, and that none is both trained on and held out; held-out prompts may be as long as
+    evaluations allow. Returns 0 or 1; raises as ``check``."""
+    files = (config.data.train, config), (config.data.eval, config.in_evaluation)
+    length, kinds = _length(config), config.environment.kinds
+    found = [
+        check(Path(path), config.data.reader, kinds, length, played.environment.episode.max_prompt_tokens)
+        for path, played in files
+        if path is not None
+    ]
     leaked = leaks(*found) if len(found) == 2 else 0
     return 1 if leaked or any(one.problems for one in found) else 0
 

@@ -69,6 +69,16 @@ def test_repeated_rows_are_counted_and_tokens_reported(tmp_path: Path, capsys: p
     assert "token lengths are not counted: model.path: owner/name is no folder here" in said
 
 
+def test_held_out_prompts_are_as_long_as_evaluations_allow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, held_out = rows(tmp_path / "train.jsonl", ("Which?", 1)), rows(tmp_path / "val.jsonl", ("Else?", 9))
+    for own, evaluations, named in ((100, 3, held_out), (3, 100, train)):
+        evaluation = {"over": {"environment.episode.max_prompt_tokens": evaluations}}
+        episode = {"max_prompt_tokens": own}
+        code, said = validated(tmp_path, capsys, train, held_out, evaluation=evaluation, environment={"episode": episode})
+        assert code == 1
+        assert [line.partition(":1: ")[0] for line in said.splitlines() if "above max_prompt_tokens (3)" in line] == [named]
+
+
 def test_tasks_that_differ_by_their_seed_are_no_repetitions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pages.jsonl"
     made = [{"id": str(n), "prompt": "{instruction}", "page": "click", "seed": str(n)} for n in range(3)]
