@@ -174,7 +174,8 @@ class WeightSyncSettings(SettingsModel):
 
     transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = ObjectStoreTransport()
     timeout: float = Field(600.0, gt=0)
-    """Seconds for an engine to take over synced weights. Raise it for large models over slow networks."""
+    """Seconds for an engine to take over synced weights; each wait within a broadcast has a fifth of them. Raise it for large
+    models over slow networks."""
     logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
     """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in bfloat16. stop: the run ends when
     engines and trainer disagree. self_test: also perturb each group of
@@ -306,7 +307,7 @@ class RunConfig(SettingsModel):
 
     @property
     def tolerance(self) -> float:
-        """Mean |log-prob difference| that counts as log-prob check."""
+        """Mean |log-prob difference| in nats that the log-prob check allows."""
         return 0.05 if self.rounds else 1e-3
 
     @property
@@ -320,12 +321,15 @@ class RunConfig(SettingsModel):
         return 0.1 if self.rounds else 1e-3
 
 
+_IN_EVALUATION = " in evaluations (evaluation.over)"
+
+
 def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConfig:
     """The checked configuration, with the files ``over`` laid over it. Raises ConfigError with file and line."""
     config = load(path, overrides, RunConfig, over)
     check_components(config)
-    for played in (config, config.in_evaluation):
-        check_durations(played)
+    check_durations(config)
+    check_durations(config.in_evaluation, _IN_EVALUATION)
     return config
 
 
@@ -345,7 +349,7 @@ def _problems(c: RunConfig) -> Any:
         )
     if c.evaluation.every and not c.data.eval:
         yield "evaluation.every is set, but data.eval names no rows"
-    for where, each in {"": c, " in evaluations (evaluation.over)": c.in_evaluation}.items():
+    for where, each in {"": c, _IN_EVALUATION: c.in_evaluation}.items():
         episode, room = each.environment.episode, each.rollout.sampling.max_tokens
         if episode.max_prompt_tokens + room > episode.max_tokens:
             yield (

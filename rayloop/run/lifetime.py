@@ -1,12 +1,14 @@
 """Settings of checkpoints, evaluation, reports, recovery and preemption, and the order of all durations. No torch, no ray."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
 from rayloop.config.settings import Component, LocalPath, SettingsModel
 from rayloop.core.failures import ConfigError
@@ -78,7 +80,8 @@ def _over(written: dict[str, Any]) -> dict[str, Any]:
         model, names = CHANGEABLE.get(section, (SettingsModel, frozenset[str]()))
         if name not in names:
             known = "; ".join(f"{at}.({', '.join(sorted(names))})" for at, (_, names) in CHANGEABLE.items())
-            raise ValueError(f"{key!r} is no key that an evaluation can change. Those are {known}, each written as one word")
+            written_so = "evaluation.over={environment.episode.max_turns: 3}"
+            raise ValueError(f"{key!r} is no key that an evaluation can change. Write for example {written_so}. Keys are {known}")
         try:
             read[key] = getattr(model.model_validate({name: value}), name)
         except ValidationError as error:
@@ -90,14 +93,15 @@ class EvaluationSettings(SettingsModel):
     """The evaluation on held-out rows during the run."""
 
     every: int = Field(0, ge=0)
-    """Steps between evaluations on ``data.eval``; 0: never. With it, also before the first and after the last step."""
+    """Steps between evaluations on ``data.eval``; 0: never. A run that evaluates also does so before its first and after its last
+    step."""
     first: bool = True
     """Whether there is an evaluation before the first step; false is verl's ``val_before_train: false``. Without it
     the gain is that since the first evaluation."""
     over: Annotated[dict[str, Any], AfterValidator(_over)] = {}
-    """Keys of ``environment.episode`` and ``rollout.sampling`` that evaluations have other values of, those of ``eval`` and its
-    benchmarks included: ``{environment.episode.max_turns: 30, rollout.sampling.temperature: 0.5}``. A temperature needs ``greedy:
-    false``, or ``samples``."""
+    """Keys of ``environment.episode`` and ``rollout.sampling``, with the values that they have in evaluations, also in those by
+    ``eval``: ``{environment.episode.max_turns: 30, rollout.sampling.temperature: 0.5}``. A temperature needs ``greedy: false``, or
+    ``samples``."""
     limit: int | None = Field(None, gt=0)
     """Rows evaluated, evenly over sources and file, always the same; None: all. Set it when evaluation takes too long."""
     patience: int | None = Field(None, ge=1)
@@ -119,6 +123,15 @@ class EvaluationSettings(SettingsModel):
     blind: Component | None = None
     """The best answers without an image, fitted on ``data.train``, as another control (rayloop/measure/controls.py), for
     example ``{use: "rayloop.recipes.arc_vision.boxes:BlindBox"}``."""
+
+    @model_validator(mode="after")
+    def _sampled(self) -> EvaluationSettings:
+        if f"{SAMPLING}.temperature" in self.over and self.greedy and not self.samples:
+            raise ValueError(
+                f"over: {SAMPLING}.temperature has no effect on greedy answers, and no others are played: set greedy: false, "
+                "or samples"
+            )
+        return self
 
 
 class ReportSettings(SettingsModel):
@@ -215,20 +228,21 @@ DURATIONS = (
 """From the innermost wait to the outermost; those without ``within`` are bounded by nothing in the configuration."""
 
 
-def check_durations(config: BaseModel) -> None:
-    """Raises ConfigError that names, with their values, all durations which are not shorter than what waits for them."""
-    problems = list(_late(config))
+def check_durations(config: BaseModel, where: str = "") -> None:
+    """Raises ConfigError that names, with their values, all durations which are not shorter than what waits for them. ``where``
+    says of which part of the run these values are."""
+    problems = list(_late(config, where))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _late(config: BaseModel) -> Iterator[str]:
+def _late(config: BaseModel, where: str) -> Iterator[str]:
     for outer in dict.fromkeys(each.within for each in DURATIONS if each.within):
         limit = value_of(config, outer)
         late = [each for each in DURATIONS if each.within == outer and _seconds(config, each) >= (limit or 0.0)]
         if limit is not None and late:
             calls = ", ".join(f"{_named(each)} ({_seconds(config, each):g} s)" for each in late)
-            yield f"{outer} ({limit:g} s) must be longer than {calls}, which it waits for. Raise it, or lower what is named"
+            yield f"{outer} ({limit:g} s) must be longer than {calls}, which it waits for{where}. Raise it, or lower what is named"
 
 
 def _named(each: Duration) -> str:

@@ -45,7 +45,10 @@ def test_an_evaluation_is_played_with_its_own_values(tmp_path: Path) -> None:
         ("{environment.episode.max_turn: 30}", r"'environment\.episode\.max_turn' is no key that an evaluation can change"),
         ("{environment.episode.environment: {use: x}}", r"is no key that an evaluation can change.*max_turns.*temperature"),
         ("{policy.optimizer.lr: 1.0}", r"'policy\.optimizer\.lr' is no key"),
-        ("{environment: {episode: {max_turns: 30}}}", r"'environment' is no key .* each written as one word"),
+        (
+            "{environment: {episode: {max_turns: 30}}}",
+            r"'environment' is no key .*evaluation\.over=\{environment\.episode\.max_turns: 3\}",
+        ),
         ("{environment.episode.max_turns: many}", r"environment\.episode\.max_turns: got 'many': Input should be a valid integer"),
         ("{rollout.sampling.temperature: 5}", r"rollout\.sampling\.temperature: got 5: Input should be less than or equal to 2"),
     ],
@@ -65,8 +68,17 @@ def test_what_does_not_fit_together_in_an_evaluation_is_refused(tmp_path: Path) 
     file = tmp_path / "run.yaml"
     over = {"environment.episode.step_timeout": 4000.0}
     file.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, evaluation={"over": over})), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"longer than environment\.episode\.step_timeout \(4000 s\)"):
+    message = r"longer than environment\.episode\.step_timeout \(4000 s\), which it waits for in evaluations \(evaluation\.over\)\."
+    with pytest.raises(ConfigError, match=message):
         read(file, [])
+
+
+@pytest.mark.parametrize("changes", [{"greedy": False}, {"samples": 2}, {"over": {"rollout.sampling.max_tokens": 5}}])
+def test_a_temperature_that_no_answer_is_sampled_with_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    only: dict[str, object] = {"greedy": True, "samples": 0, "over": {"rollout.sampling.temperature": 0.5}}
+    with pytest.raises(ValueError, match=r"rollout\.sampling\.temperature has no effect.*greedy: false, or samples"):
+        config(tmp_path, **only)
+    config(tmp_path, **{**only, **changes})
 
 
 def test_the_trainings_own_durations_are_checked_beside_an_evaluations(tmp_path: Path) -> None:
@@ -74,7 +86,7 @@ def test_the_trainings_own_durations_are_checked_beside_an_evaluations(tmp_path:
     values["evaluation"] = {"over": {"environment.episode.step_timeout": 10.0}}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"longer than environment\.episode\.step_timeout \(4000 s\)"):
+    with pytest.raises(ConfigError, match=r"longer than environment\.episode\.step_timeout \(4000 s\), which it waits for\."):
         read(file, [])
 
 
