@@ -100,8 +100,8 @@ def test_equal_seeds_give_equal_tasks(word: str) -> None:
     assert found.play(name, 3)[1].id != found.play(name, 4)[1].id
 
 
-def checked(folder: Path, steps: str, *words: str) -> int:
-    (folder / "rows.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n', encoding="utf-8")
+def checked(folder: Path, steps: str, *words: str, rows: str = '{"prompt": "one"}\n{"prompt": "two"}\n') -> int:
+    (folder / "rows.jsonl").write_text(rows, encoding="utf-8")
     environment = f"environment: {{episode: {{environment: {steps}}}}}"
     reward = "reward: {source: {use: 'rayloop.rewards.environment_result:EnvironmentResult'}}"
     run = f"{{name: mine, steps: 1, model: {{path: nowhere}}, data: {{train: {folder}/rows.jsonl}}, {environment}, {reward}}}"
@@ -139,8 +139,33 @@ class Broken:
 def test_bugs_of_an_environment_are_counted_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(tmp_path, f"{{use: '{__name__}:Broken'}}", "--count", "4", "--rounds", "1") == 1
     said = capsys.readouterr().out
-    assert "round 1: 0 of 4 environments ready" in said
-    assert "not ready: KeyError: 'column'" in said or "ZeroDivisionError: no machine" in said
+    assert "round 1: 2 of 4 environments ready in " in said
+    assert "  2 not ready: KeyError: 'column'\n" in said
+    assert "  4 not closed: ZeroDivisionError: no machine\n" in said, "beside the first reason"
+
+
+class Odd(Broken):
+    """An environment whose text steers a terminal, and which shows nothing."""
+
+    def reset(self, task: Task) -> Observation:
+        if "one" in str(task.messages):
+            raise EnvironmentFailed("\x1b[2Jgone")
+        return Observation(())
+
+    def close(self) -> None: ...
+
+
+def test_an_empty_observation_and_a_foreign_text_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(tmp_path, f"{{use: '{__name__}:Odd'}}", "--count", "2", "--rounds", "1") == 1
+    said = capsys.readouterr().out
+    assert "1 not ready: reset gave an Observation without a message\n" in said
+    assert r"1 not ready: EnvironmentFailed: \x1b[2Jgone" in said
+
+
+def test_rows_that_cannot_be_used_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = '{"prompt": "one"}\n{"prompt": 5}\n'
+    assert checked(tmp_path, "{use: 'rayloop.envs.scripted:ScriptedTool', with: {steps: [{text: more}]}}", rows=rows) == 0
+    assert f"left out: {tmp_path}/rows.jsonl:2: " in capsys.readouterr().out
 
 
 class Missing(Broken):
