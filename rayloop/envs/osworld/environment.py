@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from rayloop.config.settings import local_path
 from rayloop.core.failures import DataFailure, EnvironmentFailed
@@ -21,10 +22,13 @@ from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings,
 @dataclass
 class ResultFiles:
     """An episode as OSWorld's own scripts leave it: DOMAIN/ID/traj.jsonl, a line an action, and result.txt, which its
-    show_result.py adds up. A further episode of the task replaces both. Without ``folder`` nothing is written."""
+    show_result.py adds up. Until it ends, an episode has a file of its own, so that several can play the task; a further one
+    replaces both files. Without ``folder`` nothing is written."""
 
     folder: Path | None = None
     steps: int = 0
+    name: str = field(default_factory=lambda: f".{uuid4().hex}")
+    """Of the episode's own files."""
 
     @classmethod
     def of(cls, results: str, name: str) -> ResultFiles:
@@ -41,7 +45,7 @@ class ResultFiles:
         return cls(folder)
 
     def step(self, action: str, done: bool) -> None:
-        """Append an action, as it was sent."""
+        """Append an action, as it was sent, to the episode's own file."""
         if self.folder is None:
             return
         self.steps += 1
@@ -52,13 +56,18 @@ class ResultFiles:
             "reward": 0,
             "done": done,
         }
-        with open(self.folder / "traj.jsonl", "a", encoding="utf-8") as file:
+        with open(self.folder / self.name, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def end(self, result: float) -> None:
-        """Write the result."""
-        if self.folder is not None:
-            (self.folder / "result.txt").write_text(f"{result}\n", encoding="utf-8")
+        """Give the actions their name, and write the result."""
+        if self.folder is None:
+            return
+        own = self.folder / self.name
+        if own.exists():
+            own.replace(self.folder / "traj.jsonl")
+        own.write_text(f"{result}\n", encoding="utf-8")
+        own.replace(self.folder / "result.txt")
 
 
 class OSWorld(ScreenEnvironment):
