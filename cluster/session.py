@@ -61,11 +61,12 @@ def session(
 FILES = 128
 """Minimum limit of open files: Ray's processes have up to 71 open with four actors; with 64 its daemon dies and the run hangs."""
 STARTS = 3
-"""Attempts at starting a cluster: Ray gives each 30 seconds, and a busy machine may need more."""
+"""Attempts at starting a cluster. Ray ends an attempt after 30 seconds, which a busy machine may exceed."""
 
 
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
-    """Start a cluster here, all its files in ``folder``. Raises ConfigError below ``FILES``, and Ray's last error."""
+    """Start a cluster on this machine, whose files are all in ``folder``. Raises ConfigError where fewer than ``FILES`` files may
+    be open at once, and the error of Ray's last attempt."""
     if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < FILES:
         raise ConfigError(
             f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least. Run `ulimit -n 8192` before the "

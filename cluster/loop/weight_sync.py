@@ -29,9 +29,9 @@ VISIBLE = 10.0
 PROBES = 4
 """Training tasks played for the log-prob check, the self-test and the drift check."""
 FAILING = 4
-"""Tasks that cannot be played, with none that can, before the check at the start gives up."""
+"""The check at the start ends the run when it has played no task and so many have failed; ``PROBES`` or more."""
 LOGPROB_CHECK = "log-prob check"
-"""The purpose of the first probes; that of the self-test's is the name of the changed parameters."""
+"""The purpose of the probes of the log-prob check. The self-test's probes have the name of the changed parameters as theirs."""
 SELF_TEST_TOKENS = 32
 """Maximum tokens of an answer of the self-test, whose first tokens show whether weights arrived."""
 ARRIVED = 1 / 3
@@ -206,8 +206,9 @@ class WeightSync:
             )
 
     async def _probe(self, tasks: Sequence[Task], player: EpisodeRunner, purpose: str) -> list[Any]:
-        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played. A task that fails is not tried again, since
-        it may have cost several deadlines. Raises EnvironmentFailed or DataFailure when as many fail, and none is played."""
+        """Payloads of fresh episodes on the first ``PROBES`` tasks that can be played; fewer after ``FAILING`` failures. A task
+        that fails is not tried again, since it may have cost several deadlines. Raises EnvironmentFailed when no task could be
+        played, or DataFailure where only the rows are to blame."""
         payloads: list[Any] = []
         failed: list[Unscored] = []
         sampling = self.config.rollout.sampling.sampling()
@@ -215,7 +216,7 @@ class WeightSync:
             most = min(sampling.max_tokens, SELF_TEST_TOKENS)
             sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         playable = ((number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable)
-        while chosen := list(islice(playable, min(PROBES - len(payloads), max(PROBES, FAILING) - len(failed)))):
+        while chosen := list(islice(playable, min(PROBES - len(payloads), FAILING - len(failed)))):
             requests = [
                 RolloutRequest(task, TrajectoryId(-1 - number, 0), 0, derive(self.config.seed, "probe", purpose, task.id), sampling)
                 for number, task in chosen

@@ -155,7 +155,8 @@ class RewardCalls:
         self._settings, self._services, self._emit = settings, services, emit
 
     async def score(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
-        """One outcome per payload. Another actor scores once more what failures around an actor left unscored."""
+        """One outcome per payload. What is ``reward_unavailable`` on one actor is scored once more, by another one; with
+        ``reward.per: group``, together with the rest of the group."""
         slots: set[int] = set()
         try:
             outcomes = await self._ask(payloads, task, step, slots)

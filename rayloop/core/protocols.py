@@ -149,9 +149,10 @@ class ScoreContext:
 
 
 class RewardSource(Protocol):
-    """Judges finished episodes; ``score`` may be a coroutine function. Raising means the grader failed: the trajectory is left out,
-    or gets ``reward.on_error`` (docs/rewards.md). RewardLost and ConfigError end the run. ``infrastructure``: True, or exception
-    types of outside failures, two of which are ``reward_unavailable``. ``transcript``: True asks for it."""
+    """Judges finished episodes; ``score`` may be a coroutine function. A source that raises has failed: the trajectory is left out,
+    or gets ``reward.on_error`` (docs/rewards.md). RewardLost and ConfigError end the run. The attribute ``infrastructure`` has the
+    exception types that are failures of something outside (True: all are); a trajectory that ends with two of them is
+    ``reward_unavailable``. With ``transcript = True`` the context has the transcript."""
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
         """The outcome of one episode."""

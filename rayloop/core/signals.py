@@ -9,7 +9,8 @@ STOP = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """The signals that came: ``first`` or None, and ``again`` after a second. It raises nothing, since that could be lost."""
+    """Records the signals that arrive: ``first`` is the number of the first one, or None, and ``again`` is true once another one
+    has followed. It raises nothing, since the code that a signal interrupts may swallow an exception."""
 
     def __init__(self) -> None:
         self.first: int | None = None

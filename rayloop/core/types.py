@@ -243,7 +243,8 @@ class Trajectory:
 
     @property
     def segments(self) -> tuple[Trajectory, ...]:
-        """Its parts between restarts, in order: the sequences that the engine saw and that are trained, each token once."""
+        """Its parts between restarts, in order: the sequences that the engine saw and that are trained. The context of a restart
+        repeats earlier tokens; each sampled token is trained once."""
         starts = [0, *(i for i, turn in enumerate(self.turns) if i and turn.restart), len(self.turns)]
         if len(starts) == 2:
             return (self,)

@@ -27,7 +27,8 @@ class Play:
 
 
 def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: int) -> list[Play]:
-    """The right image per task, swapped ones with ``controls``, and ``samples`` sampled answers (not greedy: of RIGHT)."""
+    """An answer per task with the right image, with ``controls`` also with swapped ones, and ``samples`` sampled answers per task.
+    Without ``evaluation.greedy`` all are sampled and of the arm RIGHT, and the first answer is one of the ``samples``."""
     greedy, settings = config.evaluation.greedy, config.in_evaluation.rollout.sampling
     sampling = settings.sampling(greedy=greedy)
     arms = {RIGHT: list(tasks)}

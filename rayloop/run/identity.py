@@ -29,7 +29,7 @@ FIXED = (
 )  # fmt: skip
 """Keys that may not change within a run; with a dot at the end, all below, and whether there are any."""
 FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets", "policy.engine.lora.vision")
-"""Of these, the ones that may: it changes no weight's meaning, and the others are keys of older checkpoints alone."""
+"""Of these, the keys that may change: dropout changes no weight's meaning, and only older checkpoints have the others."""
 UNREPORTED = ("checkpoint.resume",)
 """Keys that say how to start, not what the run is."""
 

@@ -94,7 +94,7 @@ class Video:
         return importlib.import_module("numpy").stack([self[index] for index in indices]).view(_frame_type())
 
     def get_avg_fps(self) -> float:
-        """Frames per second, as the environment's ``fps`` says."""
+        """Frames per second: the ``fps`` of the row, else that of the environment."""
         return self._fps
 
 
