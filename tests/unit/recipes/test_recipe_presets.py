@@ -7,10 +7,20 @@ from pathlib import Path
 import pytest
 
 from rayloop.config.settings import check_components
+from rayloop.core.groups import Group
+from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.filters import build_filters
+from rayloop.grpo.selection import apply_filters, select
+from rayloop.grpo.settings import AdvantageSettings
 from rayloop.run.config import read
 from tests.support.runs import ROOT
+from tests.unit.groups import make_group
 
 PRESETS = sorted((ROOT / "recipes").glob("*/presets/*.yaml"))
+
+
+def scored(number: int, rewards: list[float], rules: AdvantageSettings) -> Group:
+    return with_advantages(make_group(number, rewards), rules)
 
 
 def test_the_recipes_have_those_that_were_asked_for() -> None:
@@ -37,6 +47,21 @@ def test_a_preset_is_a_valid_run(path: Path) -> None:
 def test_steps_make_the_epochs_that_are_named(preset: str, rows: int, epochs: int, off: int) -> None:
     config = read(ROOT / f"recipes/{preset}.yaml", [])
     assert abs(config.steps * config.algorithm.groups_per_step - rows * epochs) <= off
+
+
+@pytest.mark.parametrize(
+    "preset",
+    ["arc_vision/presets/faithful", "arpo/presets/faithful", "arpo/presets/faithful_32", "arpo/presets/tasks_128",
+     "arpo/presets/tasks_32", "arpo/presets/single_machine", "pyvision/presets/deepeyes_faithful", "chart_rvr/presets/faithful",
+     "chart_rvr/presets/paper", "chart_rvr/presets/safe", "chart_rvr/presets/ultra_fast"],
+)  # fmt: skip
+def test_every_group_of_a_step_is_trained_once(preset: str) -> None:
+    """The originals replace no group, so that a number of steps is a number of rows; equal rewards are all the same to them."""
+    algorithm = read(ROOT / f"recipes/{preset}.yaml", []).algorithm
+    size, target, settings = algorithm.group_size, algorithm.target, algorithm.filtering
+    groups = [scored(number, [1.0] * size, algorithm.advantage.rules) for number in range(algorithm.groups_per_step)]
+    kept = [apply_filters(group, build_filters(settings.filters)) for group in groups]
+    assert sum(len(group.kept) for group in select(kept, target, settings).train) == target
 
 
 def test_pyvision_trains_the_published_numbers_of_trajectories() -> None:
