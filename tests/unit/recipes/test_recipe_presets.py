@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Group
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filters import build_filters
+from rayloop.grpo.loss import Denominator, token_weights
 from rayloop.grpo.selection import apply_filters, select
 from rayloop.grpo.settings import AdvantageSettings
 from rayloop.run.config import read
@@ -62,6 +64,18 @@ def test_every_group_of_a_step_is_trained_once(preset: str) -> None:
     groups = [scored(number, [1.0] * size, algorithm.advantage.rules) for number in range(algorithm.groups_per_step)]
     kept = [apply_filters(group, build_filters(settings.filters)) for group in groups]
     assert sum(len(group.kept) for group in select(kept, target, settings).train) == target
+
+
+@pytest.mark.parametrize("preset", ["faithful", "faithful_32"])
+def test_arpo_averages_within_a_trajectory_first(preset: str) -> None:
+    """Its micro batch is one trajectory: a mean over its tokens, then a mean over micro batches and ranks (verl's dp_actor.py)."""
+    settings = read(ROOT / f"recipes/arpo/presets/{preset}.yaml", []).policy.loss
+    lengths = [3, 5, 40]
+    segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    losses = torch.arange(float(sum(lengths)))
+    published = sum(part.mean() for part in losses.split(lengths)) / len(lengths)
+    ours = (token_weights(segment, settings, Denominator(sum(lengths), len(lengths))) * losses).sum()
+    torch.testing.assert_close(ours, torch.as_tensor(published))
 
 
 def test_pyvision_trains_the_published_numbers_of_trajectories() -> None:
