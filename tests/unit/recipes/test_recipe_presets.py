@@ -11,7 +11,7 @@ from rayloop.config.settings import check_components
 from rayloop.core.groups import Group
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filters import build_filters
-from rayloop.grpo.loss import Denominator, token_weights
+from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.selection import apply_filters, select
 from rayloop.grpo.settings import AdvantageSettings
 from rayloop.run.config import read
@@ -64,6 +64,20 @@ def test_every_group_of_a_step_is_trained_once(preset: str) -> None:
     groups = [scored(number, [1.0] * size, algorithm.advantage.rules) for number in range(algorithm.groups_per_step)]
     kept = [apply_filters(group, build_filters(settings.filters)) for group in groups]
     assert sum(len(group.kept) for group in select(kept, target, settings).train) == target
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PRESETS if "faithful" in path.stem], ids=lambda path: f"{path.parts[-3]}-{path.stem}"
+)
+def test_the_trainers_own_logprobs_are_the_old_ones(path: Path) -> None:
+    """The originals compute them anew with the trainer, and weigh no token by how far the engine's are from these."""
+    settings = read(path, []).policy.loss
+    current, old = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.0, -2.0])
+    behaviour, advantage = torch.tensor([-1.5, -1.5]), torch.tensor([1.0, 0.5])
+    reference = old if settings.kl_coef else None
+    entropy = torch.zeros(2) if settings.entropy_coef else None
+    policy_loss(current, old, behaviour, advantage, settings, reference, entropy).loss.sum().backward()
+    torch.testing.assert_close(current.grad, -advantage)
 
 
 @pytest.mark.parametrize("preset", ["faithful", "faithful_32"])
