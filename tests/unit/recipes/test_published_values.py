@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,28 @@ ALLOWED = {
 }  # fmt: skip
 """Section -> what each of its entries must have, and what it may."""
 
+COMPARED = ("algorithm", "policy.loss", "policy.update", "policy.optimizer", "evaluation")
+"""Parts of a configuration each of whose keys an original must say something about."""
+OURS_ALONE = {
+    "algorithm.filtering.groups_per_generation": None,  # as many as a step needs
+    "algorithm.replay.kind": "none",
+    "algorithm.staleness.max_staleness": 0,
+    "algorithm.staleness.when_late": "wait",  # nothing is late without staleness
+    "policy.loss.norm_length": None,
+    "policy.loss.kl_cap": None,
+    "evaluation.limit": None,
+    "evaluation.patience": None,
+    "evaluation.over": {},
+    "evaluation.samples": 0,
+    "evaluation.solved": "reward",  # names what is counted
+    "evaluation.by": [],
+    "evaluation.controls": False,
+    "evaluation.blind": None,
+}
+"""Key that an original may lack -> the value with which it changes nothing of what the original does."""
+SWITCHES = {"algorithm.filtering.filters": [], "evaluation.every": 0}
+"""Key -> the value with which its neighbours do nothing; without filters these only make up for what failed."""
+
 
 def data(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -43,6 +66,17 @@ def same(found: Any, said: Any) -> bool:
     if isinstance(found, int | float) and isinstance(said, int | float):
         return float(found) == float(said)
     return bool(found == said)
+
+
+def leaves(config: Mapping[str, Any]) -> set[str]:
+    """The keys below ``COMPARED``, each as deep as the settings are: an empty mapping, or one of ``over``, is a value."""
+    found = set()
+    for part in COMPARED:
+        settings = value_at(config, part)
+        for name, value in settings.items():
+            nested = isinstance(value, Mapping) and name not in ("over", "blind")
+            found |= {f"{part}.{name}.{below}" for below in value} if nested else {f"{part}.{name}"}
+    return found
 
 
 def test_there_is_one_for_charts() -> None:
@@ -72,6 +106,23 @@ def test_the_faithful_preset_has_what_is_published_and_the_default_what_is_ours(
             if not same(None if found is ABSENT else found, value):
                 wrong.append(f"{entry['what']}: {entry['key']} is {found!r} in the {which} configuration, not {value!r}")
     assert wrong == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_no_key_of_the_algorithm_is_left_to_a_default(path: Path) -> None:
+    """A default that the original does not have would go unseen."""
+    _, faithful = configurations(path)
+    compared = {entry["key"] for entry in data(path)["values"] if "key" in entry}
+    assert OURS_ALONE.keys() <= leaves(faithful), "the list names keys that are gone"
+    off = [
+        key.rpartition(".")[0] + "." for key, value in SWITCHES.items() if key in compared and same(value_at(faithful, key), value)
+    ]
+    missing = {}
+    for key in sorted(leaves(faithful) - compared):
+        found = value_at(faithful, key)
+        if not (key in OURS_ALONE and same(found, OURS_ALONE[key])) and not any(key.startswith(part) for part in off):
+            missing[key] = found
+    assert missing == {}, f"{path.name} does not say what the original has"
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
