@@ -14,6 +14,10 @@ EXAMPLES = frozenset({
     "mathvision", "wemath", "mathvista", "mathverse", "logicvista", "vsi", "longvila",
 })  # fmt: skip
 """Data sources with examples for the judge; for any other the multi-task verifier raises UnboundLocalError."""
+BENCHMARKS = {
+    "direct_attributes": "vstar", "relative_position": "vstar", "single": "hrbench-4k", "cross": "hrbench-4k",
+}  # fmt: skip
+"""Categories in V*'s and HR-Bench's own files -> the data source that its rows of them have. 4K and 8K are judged alike."""
 BROKEN = frozenset({"geoguessr", "thinklite_eureka", "xince"})
 """Data sources whose functions refer to names that are not there."""
 FORBIDDEN = (r"input\(", r"os\.system\(", r"subprocess\(")

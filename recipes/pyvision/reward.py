@@ -78,7 +78,7 @@ class PyVisionReward:
         return Scored(value, {**components, "accuracy": accuracy, "right": float(right)}, found.flags)
 
     def _original(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
-        published, source = self._settings.published, task.source
+        published, source = self._settings.published, original.BENCHMARKS.get(task.source, task.source)
         response = context.transcript if context.transcript is not None else "".join(context.texts)
         components = {"accuracy": 0.0, "calls": original_calls(trajectory, context), "right": 0.0, "format": 0.0}
         if source in original.BROKEN:

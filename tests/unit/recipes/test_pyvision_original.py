@@ -14,12 +14,14 @@ from PIL import Image
 
 from rayloop.config.settings import load
 from rayloop.core.failures import DataFailure
+from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import decode
 from rayloop.envs.image_tools import ImageTools
 from rayloop.envs.interpreter import text
-from rayloop.recipes.pyvision.data import Published, QuestionRows, published_text
+from rayloop.recipes.pyvision.data import Published, QuestionRows, answered, published_text
 from rayloop.recipes.pyvision.toolbox import VisualToolBoxV2
+from rayloop.rewards.saved import PLAYED
 from rayloop.run.config import RunConfig, read
 from tests.support.pictures import picture
 from tests.support.runs import ROOT
@@ -85,6 +87,17 @@ def test_a_film_is_asked_about_with_its_size_and_rate(page: Path) -> None:
     assert "Sample FPS: 4.00\n" in said(task.messages[0]), "the first film's"
     with pytest.raises(DataFailure, match="no videos"):
         reader(published="vis_tool_with_img_info_video_v4").task({**row, "videos": [], "image": "a.png"}, "rows:1", page)
+
+
+@pytest.mark.parametrize("kind", ["direct_attributes", "relative_position", "single", "cross"])
+@pytest.mark.parametrize(("letter", "value"), [("A", 1.0), ("B", 0.0)])
+def test_rows_of_the_benchmarks_are_judged_as_the_originals(kind: str, letter: str, value: float, page: Path) -> None:
+    """``data prepare`` keeps the published categories as sources; the original's rows say vstar and hrbench-4k."""
+    config = read(RECIPE / "presets/faithful.yaml", ["reward.source.with.accuracy=null"])
+    row = {"id": "1", "image": "a.png", "question": "Which?\n(A) red\n(B) blue", "answer": "A", "kind": kind}
+    asked = config.data.reader.build().task(row, "rows:1", page)
+    outcome = config.reward.source.build().score(PLAYED, asked, ScoreContext(0, [answered(letter)]))
+    assert (outcome.value, outcome.flags) == (value, ())
 
 
 @pytest.mark.parametrize("published", ["vistool_with_img_info_v2", "deepeyes"])
