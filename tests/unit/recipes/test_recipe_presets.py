@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from rayloop.chat.rendering import Renderer
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Group
+from rayloop.data.dataset import Dataset
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.loss import Denominator, policy_loss, token_weights
 from rayloop.grpo.selection import apply_filters, select
 from rayloop.grpo.settings import AdvantageSettings
 from rayloop.run.config import read
+from tests.support.pictures import picture
 from tests.support.runs import ROOT
 from tests.unit.groups import make_group
 
@@ -114,6 +118,31 @@ def test_no_large_model_in_bfloat16_is_perturbed_at_the_start(path: Path) -> Non
     size = re.search(r"-(\d+)B", config.model.path)
     assert not (config.rounds and size and int(size[1]) > 1) or config.weight_sync.logprob_check == "stop"
     assert size or "tiny" in config.model.path or "loose" in config.model.path, "of a known size"
+
+
+HELD_OUT = {
+    "vstar": {"id": "1", "image": "a.png", "question": "Which? (A) red", "answer": "A", "kind": "direct_attributes"},
+    "screenspot": {"id": "1", "page": "web", "image": "a.png", "instruction": "Open it.", "bbox": [0.1, 0.1, 0.2, 0.2]},
+    "osworld": {"id": "1", "prompt": "Open it.", "osworld": "chrome/1", "data_source": "chrome"},
+}
+"""Folder of ``data.eval`` -> a row as ``data prepare`` writes it."""
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=named)
+def test_held_out_rows_fit_what_the_preset_asks(path: Path, tmp_path: Path) -> None:
+    """The first held-out row is read by the preset's reader and rendered; what is evaluated has rows."""
+    config = read(path, [])
+    if config.data.eval is None:
+        assert not config.evaluation.every
+        return
+    file = ROOT / config.data.eval
+    if not file.is_relative_to(ROOT / "recipes"):  # what is shipped
+        file = tmp_path / "rows.jsonl"
+        file.write_text(json.dumps(HELD_OUT[Path(config.data.eval).parent.name]) + "\n", encoding="utf-8")
+        (tmp_path / "a.png").write_bytes(picture(96, 64))
+    task = next(iter(Dataset(str(file), config.data.reader.build(), True, print)))
+    model = config.model.model_copy(update={"path": str(ROOT / "recipes/pyvision/tiny")})
+    assert len(Renderer(model).prompt(task.messages).token_ids) > 1
 
 
 def test_pyvision_trains_the_published_numbers_of_trajectories() -> None:
