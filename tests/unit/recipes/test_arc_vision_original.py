@@ -17,7 +17,9 @@ from rayloop.recipes.arc_vision.data import PROMPTS, GroundingRows
 from rayloop.recipes.arc_vision.reward import ArcVisionReward
 from rayloop.recipes.arc_vision.tools import UNSURE, ArcVisionTools, described
 from rayloop.rewards.saved import PLAYED
+from rayloop.run.config import read
 from tests.originals.test_arc_vision import FILE, differing, played
+from tests.support.runs import ROOT
 
 RECORDED = json.loads(FILE.read_text(encoding="utf-8"))
 ZOOM = '<tool_call>\n{"name": "zoom_ui_element", "arguments": {"region": [0.0, 0.0, 0.5, 0.5]}}\n</tool_call>'
@@ -171,3 +173,15 @@ def test_the_originals_read_the_results_of_tools_too() -> None:
         scored = reward.score(PLAYED, Task("t", (), [0.1, 0.1, 0.2, 0.2]), ScoreContext(0, [said], transcript=transcript))
         assert isinstance(scored, Scored)
         assert scored.components["iou"] == pytest.approx(iou)
+
+
+def test_quickstart_original_asks_as_the_shipped_model_was_trained() -> None:
+    """Behind the published prompt it writes nothing that can be read, so that no reward would be above 0."""
+    mine, theirs = (read(ROOT / f"recipes/arc_vision/{name}.yaml", []) for name in ("quickstart", "quickstart_original"))
+    assert theirs.data == mine.data
+    assert (theirs.model, theirs.policy, theirs.algorithm) == (mine.model, mine.policy, mine.algorithm)
+    assert theirs.rollout.sampling.max_tokens > 4 * mine.rollout.sampling.max_tokens, "room for a call"
+    task = Task("t", (), [0.0125, 0.6571, 0.3066, 0.7571])
+    outcome = theirs.reward.source.build().score(PLAYED, task, ScoreContext(0, ["<bbox>[0.00,0.58,0.40,0.82]</bbox>"]))
+    assert isinstance(outcome, Scored)
+    assert outcome.value == pytest.approx(0.153812, abs=1e-6)

@@ -14,6 +14,7 @@ from PIL import Image
 
 from rayloop.config.settings import load
 from rayloop.core.failures import DataFailure
+from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import decode
@@ -97,6 +98,7 @@ def test_rows_of_the_benchmarks_are_judged_as_the_originals(kind: str, letter: s
     row = {"id": "1", "image": "a.png", "question": "Which?\n(A) red\n(B) blue", "answer": "A", "kind": kind}
     asked = config.data.reader.build().task(row, "rows:1", page)
     outcome = config.reward.source.build().score(PLAYED, asked, ScoreContext(0, [answered(letter)]))
+    assert isinstance(outcome, Scored)
     assert (outcome.value, outcome.flags) == (value, ())
 
 
