@@ -8,5 +8,5 @@ from rayloop.cli import main
 from rayloop.run import config
 
 if __name__ == "__main__":
-    config.check_durations = lambda config: None  # type: ignore[assignment]
+    config.check_durations = lambda config, where="": None  # type: ignore[assignment]
     sys.exit(main(sys.argv[1:]))
