@@ -10,6 +10,7 @@ VENV_VLLM ?= .venv-vllm
 WORKERS ?= 3
 BIN := $(VENV)/bin
 PROSE := README.md AGENTS.md CONTRIBUTING.md CHANGELOG.md docs deploy rayloop judge recipes actors cluster serve_apps benchmarks
+PAGES = $(shell find *.md docs deploy recipes -name "*.md")
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
@@ -54,6 +55,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell $(PROSE)
+	$(BIN)/proselint check --config docs/proselint.json $(PAGES)
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m rayloop train recipes/arc_vision/quickstart.yaml

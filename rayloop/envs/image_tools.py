@@ -40,7 +40,7 @@ class ImageTools(ToolCalls):
         max_aspect: float = Field(100.0, ge=1)
         """A box whose one side is more than this many times the other is refused, as image processors do."""
         max_zoom: float = Field(4.0, ge=1)
-        """Largest factor of ``zoom``. Raise it for screens with very small writing."""
+        """Largest factor of ``zoom``. Raise it for screens with small writing."""
         wait_limit: float = Field(5.0, gt=0)
         """Seconds that an episode may really spend in ``wait``. Keep it below ``tool_timeout``."""
 

@@ -150,7 +150,7 @@ class RecoverySettings(SettingsModel):
     Raise it on machines that are taken away often; 0 to see why an actor died."""
     health_timeout: float = Field(30.0, gt=0)
     """Seconds an idle actor may leave a health check unanswered before it is replaced; a sixth of them lies between two checks.
-    Raise it for nodes that are very busy, and when there are hundreds of actors."""
+    Raise it for busy nodes, and when there are hundreds of actors."""
     start_timeout: float = Field(300.0, gt=0)
     """Seconds for placing and starting an actor; on GPUs 1,200 with vLLM and SGLang, which compile. Raise it where nodes come late,
     and for large models on slow storage; the policy's ranks have 600 at least."""

@@ -36,7 +36,7 @@ class BrowserSettings(SettingsModel):
     page_memory: int = Field(768, ge=64)
     """MiB that one page may fill; beyond it the page is ended as the policy's doing. Raise it for maps and spreadsheets."""
     launch_timeout: float = Field(30.0, gt=0)
-    """Seconds in which the browser must be there, and an empty page in it. Raise it on machines that are very busy."""
+    """Seconds in which the browser must be there, and an empty page in it. Raise it on busy machines."""
     load_timeout: float = Field(20.0, gt=0)
     """Seconds to load the episode's page; beyond it the environment failed. Keep it below ``episode.reset_timeout``."""
     action_timeout: float = Field(10.0, gt=0)

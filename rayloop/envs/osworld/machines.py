@@ -56,7 +56,7 @@ class OSWorldSettings(ScreenSettings):
     back_off: float = Field(5.0, ge=0)
     """Seconds before the second attempt, doubled for each further one. A machine that failed rests as long."""
     boot_timeout: float = Field(600.0, gt=0)
-    """Seconds in which a machine must boot. Raise it without /dev/kvm, where machines are very slow."""
+    """Seconds in which a machine must boot. Raise it without /dev/kvm, where machines are slow."""
     reset_timeout: float = Field(300.0, gt=0)
     """Seconds for one reset of a machine. All attempts and boots together must fit into ``episode.reset_timeout``."""
     step_timeout: float = Field(90.0, gt=0)
