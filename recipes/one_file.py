@@ -79,7 +79,7 @@ class OneFile:
         """Play groups until enough answers pass the filters. Raises GenerationBudgetSpent when the budget does not suffice."""
         groups, survivors, target = list[Group](), 0, GROUPS * GROUP_SIZE
         batches, budget = FILTERING.max_generation_batches, FILTERING.max_generation_batches * GROUPS
-        while not enough(survivors, target, batches * (len(groups) >= budget), FILTERING, {}):
+        while not enough(survivors, target, batches if len(groups) >= budget else 0, FILTERING, {}):
             wanted = math.ceil((target - survivors) / (GROUP_SIZE * self.acceptance.value))
             for _ in range(min(wanted, budget - len(groups))):
                 groups.append(apply_filters(with_advantages(self.play(), ADVANTAGE), self.filters))

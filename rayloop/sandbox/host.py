@@ -213,7 +213,7 @@ class Sandbox:
         self._drop()
 
     def _spawn(self) -> Interpreter:
-        """From the server that is there, or from a new one when it does not answer. Raises SandboxFailed."""
+        """Returns an interpreter of the running server, or of a new one when that does not answer. Raises SandboxFailed."""
         if self._server is not None:
             with contextlib.suppress(SandboxFailed):
                 return self._server.spawn()

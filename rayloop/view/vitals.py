@@ -40,7 +40,7 @@ class RoleVitals:
 
 
 class Vitals:
-    """Of the run in ``folder``. ``update`` reads the events since its last call."""
+    """The state of the run in ``folder``. ``update`` reads the events since its last call."""
 
     def __init__(self, folder: RunFolder, settings: Mapping[str, Any]) -> None:
         """``settings``: the run's configuration as plain data."""

@@ -30,9 +30,10 @@ PATHS = paths()
 SECTIONS = {part for path in PATHS if "." in path for part in path.split(".")[:-1]} - {"*"}
 FOREIGN = {
     "logprobs.content", "policy.engine.lora.targets", "policy.engine.lora.vision",
-    "policy.engine.freeze_vision", "data.shuffle",
+    "policy.engine.freeze_vision", "data.shuffle", "data.max_train_samples", "model.embed_tokens.weight", "model.norm.weight",
+    "model.layers",
 }  # fmt: skip
-"""A field of OpenAI's answers, and keys of older checkpoints."""
+"""A field of OpenAI's answers, keys of older checkpoints, a key of verl, and names of weights."""
 ENDINGS = {"py", "md", "yaml", "json", "jsonl", "png", "safetensors", "parquet", "pt", "html", "txt", "key", "bin", "sh"}
 
 
