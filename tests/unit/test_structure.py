@@ -81,8 +81,9 @@ def test_the_drawing_leaves_out_an_arrow_that_a_longer_way_replaces(here: Checko
 def test_every_module_is_used(here: Checkout) -> None:
     """Imported, named in a configuration or a table (``module:Class``), or run by its name."""
     imported = set().union(*here.graph(*KINDS).values())
-    suffixes = ("py", "yaml", "toml", "md", "sbatch", "sh")
-    text = "\n".join(path.read_text(encoding="utf-8") for kind in suffixes for path in ROOT.glob(f"[!.]*/**/*.{kind}"))
+    kinds, tops = (".py", ".yaml", ".toml", ".md", ".sbatch", ".sh"), [*here.tops, "tests", "docs", "deploy"]
+    found = [path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in kinds]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in found)
     named = set(re.findall(r"\brayloop(?:\.\w+)+(?=[:\"'])|(?<=from )rayloop[.\w]+|(?<=-m )[.\w]+|(?<=-m\", \")[.\w]+", text))
     of_recipes = re.compile(r"rayloop\.recipes\.\w+\.(prepare|score)")  # found by the recipe's name
     product = [
