@@ -39,6 +39,8 @@ class Experiment:
     shown: tuple[str, ...]
     common: tuple[str, ...] = ()
     arms: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"as shipped": ()})
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """Configuration files of the arms that have their own."""
     seeds: tuple[int, ...] = (0, 1, 2)
     needs: str = ""
     equal: Literal["steps", "tokens"] = "steps"
@@ -60,6 +62,22 @@ def _filtering(limit: str, more: str = "ranking: fifo") -> tuple[str, ...]:
         "evaluation.every=5",
         f"algorithm.filtering={{{more}, min_fraction: 0.05, filters: [{{kind: equal_rewards}}, "
         f"{{use: 'benchmarks.evidence.experiments:{limit}'}}]}}",
+    )
+
+
+def _variants(recipe: str, score: str, *common: str, needs: str = "") -> Experiment:
+    """A recipe's quickstart beside the same with the published reward, tools and rules."""
+    folder = Path("recipes") / recipe
+    return Experiment(
+        f"{recipe}: the quickstart, and the same in its original variant",
+        folder / "quickstart.yaml",
+        (score, "reward"),
+        common=("checkpoint.resume=never", *common),
+        arms={"corrected": (), "original": ()},
+        files={"original": folder / "quickstart_original.yaml"},
+        needs=needs,
+        training=(f"reward/component/{score}/mean", "reward/mean", "rollout/trained", "rollout/tokens"),
+        picture=Path(f"docs/variants_{recipe}.png"),
     )
 
 
@@ -155,6 +173,16 @@ EXPERIMENTS = {
         arms={"without": ("reward.source.with.per_call=0.0",), "with": ("reward.source.with.per_call=0.1",)},
         needs="python -m rayloop data prepare pyvision --out runs/data/pyvision",
         training=("reward/component/accuracy/mean", "reward/component/calls/mean", "rollout/trained", "rollout/tokens"),
+    ),
+    "variants_arc_vision": _variants("arc_vision", "iou", "steps=30", "evaluation.every=10"),
+    "variants_arpo": _variants("arpo", "success", "steps=12", "evaluation.every=6"),
+    "variants_pyvision": _variants(
+        "pyvision", "accuracy", "steps=12", "evaluation.every=4",
+        needs="python -m rayloop data prepare pyvision --out runs/data/pyvision"
+    ),
+    "variants_chart_rvr": _variants(
+        "chart_rvr", "accuracy", "steps=20", "evaluation.every=10", "data.eval=runs/data/chart_rvr/test.jsonl",
+        needs="python -m rayloop data prepare chart_rvr --small --out runs/data/chart_rvr"
     ),
 }  # fmt: skip
 

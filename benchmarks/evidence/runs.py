@@ -34,11 +34,12 @@ def configured(experiment: Experiment, arm: str, overrides: Sequence[str]) -> tu
         assert experiment.supervised is not None
         return experiment.supervised, [], hashlib.sha256(experiment.supervised.read_bytes()).hexdigest()[:16]
     chosen = [*experiment.common, *experiment.arms[arm], *overrides]
-    config = load(experiment.config, chosen, RunConfig)
+    file = experiment.files.get(arm, experiment.config)
+    config = load(file, chosen, RunConfig)
     digest = hashlib.sha256(config.model_dump_json(exclude={"seed", "name", "output"}).encode())
     for weights in sorted(Path(config.model.path).glob("*.safetensors")):
         digest.update(weights.read_bytes())
-    return experiment.config, chosen, digest.hexdigest()[:16]
+    return file, chosen, digest.hexdigest()[:16]
 
 
 def timed(*arguments: object) -> Record:

@@ -107,43 +107,53 @@ def bounds(value: Value) -> str:
 
 
 def draw(experiment: Experiment, found: Record) -> None:
-    """Write the experiment's picture: scores by source as arrows, else scores over the steps."""
+    """Write the experiment's picture: scores by source as arrows, else scores over the steps, a colour for each seed or arm."""
     from matplotlib.figure import Figure
 
     if experiment.picture is None:
         return
-    runs = [(seed, run) for seed, by_arm in sorted(found["runs"].items()) for run in by_arm.values() if "held_out" in run]
+    several = len(experiment.arms) > 1
+    runs = [
+        (arm if several else f"seed {seed}", run)
+        for seed, by_arm in sorted(found["runs"].items())
+        for arm, run in by_arm.items()
+        if "held_out" in run
+    ]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     if experiment.by_source:
         _draw_sources(figure.subplots(), experiment.shown[0], runs, found["start"].get("random", {}))
     else:
         axes: list[Any] = list(figure.subplots(1, len(experiment.shown), squeeze=False)[0])
         for axis, score in zip(axes, experiment.shown, strict=True):
-            _draw_steps(axis, score, runs)
+            _draw_steps(axis, score, runs, [*experiment.arms] if several else [name for name, _ in runs])
         axes[0].legend(title="line: training\npoint: held-out, sampled")
     figure.savefig(experiment.picture, dpi=100, metadata={"Software": None})
 
 
-def _draw_steps(axis: Any, score: str, runs: Sequence[tuple[str, Record]]) -> None:
-    """Training as lines, held-out rows, sampled, as points."""
-    for colour, (seed, run) in enumerate(runs):
-        values = run["training"].get(f"reward/component/{score}/mean", [])
-        axis.plot(range(1, len(values) + 1), values, color=f"C{colour}", alpha=0.5, label=f"seed {seed}")
+def _draw_steps(axis: Any, score: str, runs: Sequence[tuple[str, Record]], names: Sequence[str]) -> None:
+    """Training as lines, held-out rows, sampled, as points; a colour for each of ``names``."""
+    drawn = set[str]()
+    for name, run in runs:
+        colour = f"C{names.index(name)}"
+        values = run["training"].get("reward/mean" if score == "reward" else f"reward/component/{score}/mean", [])
+        label = "_" if name in drawn else name
+        axis.plot(range(1, len(values) + 1), values, color=colour, alpha=0.5, label=label)
         points = {int(step): held["arms"]["sampled"][score][0] for step, held in run["held_out"].items()}
-        axis.plot([*points], [*points.values()], "o", color=f"C{colour}")
+        axis.plot([*points], [*points.values()], "o", color=colour)
+        drawn.add(name)
     axis.set(xlabel="step", ylabel=score, ylim=(0, None))
 
 
 def _draw_sources(axis: Any, score: str, runs: Sequence[tuple[str, Record]], chance: Mapping[str, Any]) -> None:
     """Random clicks as bars, and of each seed a line from before (open) to after (full); intervals of ``all``."""
     axis.bar(range(len(chance)), [by[score][0] for by in chance.values()], color="0.85", label="random clicks")
-    for number, (seed, run) in enumerate(runs):
+    for number, (name, run) in enumerate(runs):
         aside = 0.2 * (number - (len(runs) - 1) / 2)
         for place, source in enumerate(chance):
             before, after = ends(run, source, score)
             axis.plot([place + aside] * 2, [before[0], after[0]], "-", color=f"C{number}")
             axis.plot(place + aside, before[0], "o", mfc="white", color=f"C{number}")
-            axis.plot(place + aside, after[0], "o", color=f"C{number}", label="_" if place else f"seed {seed}")
+            axis.plot(place + aside, after[0], "o", color=f"C{number}", label="_" if place else name)
             if source == "all" and after[1] is not None:
                 axis.vlines(place + aside, *after[1:], color=f"C{number}", alpha=0.3, linewidth=5)
     axis.set_xticks(range(len(chance)), list(chance), rotation=30, ha="right")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -102,10 +103,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """The original's arguments where a call has none."""
 
 
-def described() -> list[Mapping[str, Any]]:
+@functools.cache  # an episode asks for it, and parsing takes longer than all its calls
+def described() -> tuple[Mapping[str, Any], ...]:
     """Name, description and parameters of the three tools, from the original's own file."""
     text = (PROMPTS / "tools.yaml").read_text(encoding="utf-8")
-    return [tool["tool_schema"]["function"] for tool in yaml.safe_load(text)["tools"]]
+    return tuple(tool["tool_schema"]["function"] for tool in yaml.safe_load(text)["tools"])
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,7 @@ def test_arguments_of_another_kind_are_an_error_the_policy_sees(folder: Path) ->
 
 def test_real_results_have_the_originals_names_and_arguments(folder: Path) -> None:
     assert [tool["name"] for tool in described()] == ["zoom_ui_element", "wait_for_ui", "inspect_element"]
+    assert described() is described()  # read once, not in each episode
     environment = tools(folder)
     zoomed = environment.step(ZOOM.replace("0.5]", '0.5], "zoom_factor": 1.5'))
     assert texts(zoomed) == ["image 1: 480x360 pixels"]
