@@ -17,6 +17,7 @@ from rayloop.cli import main
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.recipes.chart_rvr.measure import PLAYED, anls, chartqapro, distance
 from rayloop.run.config import RunConfig, read
@@ -109,6 +110,33 @@ def test_prepared_rows_are_read_and_paid_by_the_rule(name: str, tmp_path: Path) 
     assert (right.value, wrong.value) == (1.0, 0.0)
     near = measure.score(PLAYED, task, ScoreContext(0, ["2011"])).value
     assert near == 0.0, "2011 is near 2010 for the relaxed rule only, and ChartQAPro's flag says that it is a year"
+
+
+def test_rows_with_a_teachers_chain_show_how_the_type_and_the_table_are_read(tmp_path: Path) -> None:
+    """As ``data prepare chart_chains --rows`` writes a benchmark's rows."""
+    table = {"columns": ["Year", "Sales"], "rows": [["2019", "10"], ["2020", "20"]]}
+    chain = {"chart_type": "bar", "table": table, "reasoning": "<step-1>: the last row says 20"}
+    Image.new("RGB", (84, 84)).save(tmp_path / "chart.png")
+    rows = [{"id": "full", **chain}, {"id": "no table", **chain, "table": None}, {"id": "bare", "chart_type": "dot_line"}]
+    lines = [json.dumps({"image": "chart.png", **ROWS["chartqa"], **row}) + "\n" for row in rows]
+    (tmp_path / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+    config = over("chartqa", tmp_path)
+    full, without, bare = Dataset(tmp_path / "train.jsonl", config.data.reader.build(), True, print)
+    measure = config.reward.source.build()
+
+    def said(task: Task, kind: str, shown: str) -> dict[str, float]:
+        text = f"<think>\n<type>{kind}</type>\n<table>{shown}</table>\n<step-1>: so\n</think>\n<answer>\n10\n</answer>"
+        scored = measure.score(PLAYED, task, ScoreContext(0, [text]))
+        assert isinstance(scored, Scored)
+        assert scored.value == scored.components["accuracy"] == 1.0, "they are shown and not paid"
+        return {name: value for name, value in scored.components.items() if name in ("type", "table")}
+
+    assert said(full, "Bar", json.dumps(table)) == {"type": 1.0, "table": 1.0}
+    wrong = {**table, "rows": [["2019", "10"], ["2020", "21"]]}
+    assert said(full, "pie", json.dumps(wrong)) == {"type": 0.0, "table": 0.75}
+    assert said(full, "bar", "10 and 20") == {"type": 1.0, "table": 0.0}
+    assert said(without, "bar", "{}") == {"type": 1.0}
+    assert said(bare, "dot_line", "{}") == {}, "a benchmark's own names of types are not those that the prompt lists"
 
 
 def published(folder: Path, files: dict[str, Any]) -> None:
