@@ -225,3 +225,15 @@ def test_anls_is_the_share_that_is_alike_down_to_half() -> None:
     assert anls("kitten", "sitting") == pytest.approx(1 - 3 / 7)
     assert anls("ab", "ac") == 0.0
     assert anls("", "") == 1.0
+
+
+def test_rows_of_one_kind_alone_are_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    published(tmp_path / "in", LAYOUTS["chartqa"][0])
+    command = ["data", "prepare", "chartqa", "--from", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--splits", "test"]
+    assert main([*command, "--where", "origin=human"]) == 0
+    (row,) = map(json.loads, (tmp_path / "out/test.jsonl").read_text(encoding="utf-8").splitlines())
+    assert (row["query"], row["origin"]) == ("How many?", "human")
+    assert main([*command, "--where", "origin=people"]) == 2
+    assert "has no row that can be used: none has origin=people" in capsys.readouterr().err
+    assert main([*command, "--where", "human"]) == 2
+    assert "--where human: expected COLUMN=VALUE" in capsys.readouterr().err
