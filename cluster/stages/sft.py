@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from rayloop.core.failures import CheckpointError, PolicyLost, Preempted, Rayloo
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import TrainItem
 from rayloop.core.signals import STOP, StopSignals, handling
-from rayloop.core.types import derive
+from rayloop.core.types import Task, derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.engines.machine import grow_segments, per_process
@@ -132,9 +133,9 @@ class Rank:
         context = ray.train.get_context()
         self.config, self.rank, self.world_size = config, context.get_world_rank(), context.get_world_size()
         self.output = local_path(config.output)
-        self.dataset = Dataset(
-            config.data.train, config.data.reader.build(), config.data.strict, lambda row: self._say(f"left out: {row}")
-        )
+        self.dataset = self._read(config.data.train)
+        self.held_out = () if config.data.eval is None else self._read(config.data.eval)
+        self.best = (math.inf, 0)  # the lowest held-out loss, and its step
         self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
         self.examples = Examples(config)
         engine = config.engine
@@ -158,25 +159,53 @@ class Rank:
             if self.step % config.log_every == 0:
                 self._say(self.progress.line(self.step))
             if config.save_every is not None and self.step % config.save_every == 0:
-                self._write_model(self.output / f"step_{self.step}")
+                self._write_model(self._snapshot(self.step))
+                self._evaluate()
             if self.step % config.checkpoint_every == 0:
                 self._checkpoint(report)
         if self.progress.rows:
             self._say(self.progress.line(self.step))
-        self._write_model(self.output)
+        if config.save_every is None or self.step % config.save_every:
+            self._evaluate()
+        if not config.best or self.best[1] in (0, self.step):
+            self._write_model(self.output)
+        elif self.rank == 0:
+            self._say(f"the weights are those of step {self.best[1]}")
+            shutil.copytree(self._snapshot(self.best[1]), self.output, dirs_exist_ok=True)
         self.engine.close()
+
+    def _read(self, path: str) -> Dataset:
+        data = self.config.data
+        return Dataset(path, data.reader.build(), data.strict, lambda row: self._say(f"left out: {row}"))
+
+    def _snapshot(self, step: int) -> Path:
+        return self.output / f"step_{step}"
 
     def _share(self) -> list[TrainItem]:
         """This rank's rows of the next batch. Raises DataFailure on all ranks."""
+        return self._items([(self.dataset[self.cursor.next()], ("answer", self.step, n)) for n in range(self.config.batch_size)])
+
+    def _items(self, rows: Sequence[tuple[Task, tuple[str | int, ...]]]) -> list[TrainItem]:
+        """This rank's part of the rows, each with what its answer is drawn by. Raises DataFailure on all ranks."""
         from rayloop.engines.training.sharding import on_all_ranks
 
-        rows = [(self.dataset[self.cursor.next()], n) for n in range(self.config.batch_size)]
-        return on_all_ranks(
-            lambda: [
-                self.examples.item(task, random.Random(derive(self.config.seed, "answer", self.step, n)))
-                for task, n in rows[self.rank :: self.world_size]
-            ]
-        )
+        mine = rows[self.rank :: self.world_size]
+        return on_all_ranks(lambda: [self.examples.item(row, random.Random(derive(self.config.seed, *by))) for row, by in mine])
+
+    def _evaluate(self) -> None:
+        """Measure the mean loss per answer token over the held-out rows, if there are any. Raises DataFailure on all ranks."""
+        if not self.held_out:
+            return
+        from torch import device
+
+        from rayloop.engines.training.sharding import total
+
+        rows, size, found = [(row, ("held out", n)) for n, row in enumerate(self.held_out)], self.config.batch_size, []
+        for start in range(0, len(rows), size):  # as many at a time as an update has, for the memory
+            found += self.engine.logprobs([item.trajectory for item in self._items(rows[start : start + size])])
+        logprob, tokens = total([sum(float(one.sum(dtype=float)) for one in found), sum(map(len, found))], device("cpu"))
+        self.best = min(self.best, (-logprob / tokens, self.step))
+        self._say(f"step {self.step}  held-out loss {-logprob / tokens:.4f}  {len(rows)} rows  {tokens:.0f} tokens")
 
     def _out_of_time(self) -> bool:
         if self.config.seconds is None:
@@ -200,7 +229,7 @@ class Rank:
             self.engine.save(folder)  # every rank writes its part, and Ray Train puts them together
             if self.rank == 0:
                 state = {
-                    "step": self.step, "seconds": self.progress.seconds, "cursor": self.cursor.state(),
+                    "step": self.step, "seconds": self.progress.seconds, "cursor": self.cursor.state(), "best": self.best,
                     "config": _identity(self.config),
                 }  # fmt: skip
                 (Path(folder) / STATE).write_text(json.dumps(state), encoding="utf-8")
@@ -220,6 +249,7 @@ class Rank:
                 )
             self.engine.load(folder)
         self.cursor.restore(state["cursor"])
+        self.best = (*state["best"],)
         self._say(f"goes on after step {state['step']}")
         return state["step"], state["seconds"]
 

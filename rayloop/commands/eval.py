@@ -13,7 +13,7 @@ from rayloop.run.preflight import preflight
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``eval``."""
     add_run(parser, "evaluation.limit=100")
-    parser.add_argument("--checkpoint", type=Path, help="run folder, checkpoint or model folder (default: model.path)")
+    parser.add_argument("--checkpoint", type=Path, help="run folder, checkpoint, model or peft adapters (default: model.path)")
     parser.add_argument(
         "--benchmark",
         metavar="NAME",

@@ -71,7 +71,7 @@ def _sft(arguments: argparse.Namespace) -> int:
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``export``, which writes a checkpoint as a folder that plain transformers loads."""
-    parser.add_argument("checkpoint", type=Path, help="run folder, checkpoint of a run, or model folder")
+    parser.add_argument("checkpoint", type=Path, help="run folder, checkpoint of a run, model folder, or folder of peft's adapters")
     parser.add_argument("out", type=Path, help="new folder")
     dtype = "bfloat16 halves the folder and rounds the weights"
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help=dtype)

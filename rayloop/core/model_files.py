@@ -24,6 +24,8 @@ GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Model types whose images are grids of patches with M-RoPE positions."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 HUB_NAME, COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"[0-9a-f]{40}")
+ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
+"""The files of peft's adapters, which are no model."""
 TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetensors"
 
 
@@ -88,12 +90,20 @@ class Resolved:
         return {self.folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
 
 
+def are_adapters(folder: Path) -> bool:
+    """Whether the folder holds adapters as peft writes them, without the model that they are for."""
+    return (folder / ADAPTERS[0]).is_file() and not (folder / "config.json").is_file()
+
+
 def resolve(path: str, revision: str | None = None, *, weights: bool = False) -> Resolved:
     """The files of a model: a local folder, or a model of the Hub at ``revision`` (commit, tag, branch; None: main), downloaded if
     the cache lacks it. Without an answer of the Hub the cached commit is taken. Raises ConfigError."""
     if Path(path).is_dir():
         if revision is not None:
             raise ConfigError(f"model.revision: {revision}: {path} is a folder, which has no revisions. Leave it out")
+        if are_adapters(Path(path)):
+            merge = f"python -m rayloop export {path} OUT"
+            raise ConfigError(f"model.path: {path} holds adapters without their model. Merge them: {merge}, then model.path=OUT")
         return Resolved(Path(path))
     if not HUB_NAME.fullmatch(path):
         raise ConfigError(f"model.path: {path} is no folder here, and no name on the Hub (owner/name)")

@@ -1,24 +1,27 @@
-"""``python -m rayloop export``: a checkpoint of a run as a model folder that plain transformers loads."""
+"""``python -m rayloop export``: a checkpoint of a run, or adapters of peft, as a model folder that plain transformers loads."""
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
-from rayloop.core.model_files import resolve
+from rayloop.core.model_files import ADAPTERS, are_adapters, hashed, resolve
 from rayloop.core.types import Version
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore, complete
 from rayloop.run.config import RunConfig
 
 
 def export(source: Path, out: Path, dtype: str) -> int:
-    """Write ``source`` (a run folder, a checkpoint or a model folder) to ``out``, adapters merged, and return exit code 0.
-    ``dtype``: float32 or bfloat16 (half the size). Raises ConfigError (``out`` is not empty) and CheckpointError."""
+    """Write ``source`` (a run folder, a checkpoint, a model folder or peft's adapters) to ``out``, adapters merged, and return
+    exit code 0. ``dtype``: float32 or bfloat16 (half the size). Raises ConfigError (``out`` is not empty) and CheckpointError."""
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} is not empty; name a new folder")
     if is_model(source):
         _copy(source, out, dtype)
+    elif are_adapters(source):
+        _merge(source, out, dtype)
     else:
         _export_checkpoint(find_checkpoint(source), out, dtype)
     print(f"wrote {out}")
@@ -36,7 +39,7 @@ def find_checkpoint(source: Path) -> Checkpoint:
     if found is None and (source / "checkpoints").is_dir():
         found = CheckpointStore(source / "checkpoints", keep=1).find("auto")
     if found is None:
-        raise ConfigError(f"{source} is no run folder with a complete checkpoint, no checkpoint, and no model folder")
+        raise ConfigError(f"{source} is no run folder with a complete checkpoint, no checkpoint, no adapters, and no model folder")
     return found
 
 
@@ -85,16 +88,53 @@ def _copy(source: Path, out: Path, dtype: str) -> None:
     save_model(str(source), out, {name: t for file in weights for name, t in load_file(file).items()}, dtype)
 
 
+def _merge(source: Path, out: Path, dtype: str) -> None:
+    """Write the base model of peft's adapters with them merged in. Raises ConfigError for adapters that do not fit their base."""
+    from peft import PeftConfig, PeftModel
+
+    from rayloop.engines.models import hf_state, load_model, save_model
+    from rayloop.engines.settings import ModelSettings
+
+    if not (source / ADAPTERS[1]).is_file():
+        raise ConfigError(f"{source} has no {ADAPTERS[1]}. Save the adapters again with peft's save_pretrained")
+    try:
+        settings = PeftConfig.from_pretrained(str(source))
+        base = str(settings.base_model_name_or_path)
+        model = ModelSettings(path=base, revision=None if Path(base).is_dir() else settings.revision).here(weights=True)
+        loaded = load_model(model)
+    except (ConfigError, ValueError, TypeError) as error:
+        raise ConfigError(f"{source / ADAPTERS[0]}: base_model_name_or_path cannot be loaded: {error}") from error
+    try:
+        adapted = PeftModel(loaded, settings)
+        result = adapted.load_adapter(str(source), "default")
+        wrong = sorted((*result.missing_keys, *result.unexpected_keys))
+        merged = None if wrong else adapted.merge_and_unload(safe_merge=True)
+    except (RuntimeError, ValueError, AttributeError, KeyError) as error:
+        raise ConfigError(f"the adapters in {source} do not fit {base}, or are of a kind that is not merged: {error}") from error
+    if wrong:
+        raise ConfigError(
+            f"the adapters in {source} do not fit {base}: {len(wrong)} tensors are missing or unknown, first {wrong[0]}. Name "
+            f"their base in {ADAPTERS[0]}"
+        )
+    save_model(model.path, out, hf_state(merged), dtype)
+
+
 def model_of(source: Path, kept: Path) -> Path:
-    """``source`` itself when it is a model folder, else its checkpoint, exported to ``kept`` unless that was done before."""
+    """``source`` itself when it is a model folder, else its checkpoint or adapters, exported to ``kept`` unless that was done
+    before. Raises as ``export``."""
     if is_model(source):
         return source
-    checkpoint = find_checkpoint(source)
-    target = kept / f"{checkpoint.folder.parents[1].name}-{checkpoint.folder.name}-{checkpoint.lineage}"
+    if are_adapters(source):
+        name, write = f"adapters-{hashed(source / file for file in ADAPTERS)}", partial(_merge, source)
+    else:
+        checkpoint = find_checkpoint(source)
+        name = f"{checkpoint.folder.parents[1].name}-{checkpoint.folder.name}-{checkpoint.lineage}"
+        write = partial(_export_checkpoint, checkpoint)
+    target = kept / name
     if not is_model(target):
         shutil.rmtree(target, ignore_errors=True)
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept) as aside:
-            _export_checkpoint(checkpoint, Path(aside) / "model", "float32")
+            write(Path(aside) / "model", "float32")
             (Path(aside) / "model").rename(target)
     return target

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Protocol
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.config.settings import Component, LocalPath, SettingsModel
@@ -64,7 +64,11 @@ class SftConfig(SettingsModel):
     seconds: float | None = Field(None, gt=0)
     """Stop after this long, if that comes before ``steps``: for comparisons at equal time."""
     save_every: int | None = Field(None, gt=0)
-    """Also write the model as ``output``/step_<N> after every so many steps, to choose one on held-out rows."""
+    """Also write the model as ``output``/step_<N> after every so many steps, and measure its loss on ``data.eval``, as at the end:
+    to choose one on held-out rows."""
+    best: bool = False
+    """Let ``output`` have the weights of the lowest held-out loss that was measured, instead of the last ones. Set it where a stage
+    may be longer than its rows allow."""
     dtype: Dtype = "float32"
     """Type of the written weights (training has ``engine.dtype`` over float32 master weights). bfloat16 halves the files."""
     batch_size: int = Field(32, gt=0)
@@ -89,6 +93,12 @@ class SftConfig(SettingsModel):
     """The learning rate is that of a supervised stage, higher than a run's; a schedule ends with the stage."""
     log_every: int = Field(25, gt=0)
     """Steps between two lines on the terminal. Lower it to watch a short stage."""
+
+    @model_validator(mode="after")
+    def _measured(self) -> SftConfig:
+        if self.best and (self.data.eval is None or self.save_every is None):
+            raise ValueError("best needs data.eval and save_every: it chooses among the models that are written and measured")
+        return self
 
 
 class Examples:

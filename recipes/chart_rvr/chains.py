@@ -1,5 +1,6 @@
 """Writes tables, steps and types of charts by a teacher, for rows that have a question and its answer: ``python -m rayloop data
-prepare chart_chains --rows ROWS.jsonl --url http://HOST:8000/v1 --model NAME --out DIR``. The same command again goes on."""
+prepare chart_chains --rows ROWS.jsonl --url http://HOST:8000/v1 --model NAME --out DIR``. The same command again goes on, and one
+with the rows of another data set adds to the file."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def _wanted(file: Path, most: int | None) -> Iterator[dict[str, Any]]:
             return
         if missing := [name for name in ("image", "query", "label") if not isinstance(row, Mapping) or row.get(name) is None]:
             raise ConfigError(f"{where}: no {', '.join(missing)}: `data prepare` of a chart data set writes such rows")
-        yield {"id": f"{file.stem}-{index}", **row}
+        own = str(row.get("id", f"{file.stem}-{index}"))  # which another data set may have too
+        yield {**row, "id": f"{row['data_source']}-{own}" if row.get("data_source") else own}
 
 
 def _finished(teacher: Teacher, row: Mapping[str, Any], root: Path, out: Path) -> dict[str, Any]:

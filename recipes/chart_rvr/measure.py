@@ -21,7 +21,9 @@ from rayloop.core.threads import call_within
 from rayloop.core.types import Task, Trajectory
 from rayloop.recipes.chart_rvr.data import ChartAnswers
 from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
-from rayloop.recipes.chart_rvr.rewards.reading import as_number
+from rayloop.recipes.chart_rvr.rewards.reading import ChartSample, as_number, as_table, parsed_table, parts
+from rayloop.recipes.chart_rvr.rewards.tables import shares
+from rayloop.recipes.chart_rvr.rewards.variants import true_table, type_reward
 from rayloop.rewards.saved import PLAYED
 
 EXACTLY = ("Fact Checking", "Multi Choice")
@@ -32,7 +34,8 @@ SIMILAR = 0.5
 
 class ChartAnswer:
     """Pays the share of the answer that is right by the benchmark's rule; components ``accuracy``, ``relaxed`` and ``exact``. The
-    answer is the content of the tag ``answer``, else the whole text. ChartQAPro needs ``keep: [kind, year]`` of ChartRows."""
+    answer is the content of the tag ``answer``, else the whole text. ChartQAPro needs ``keep: [kind, year]`` of ChartRows. Rows
+    with the ``reasoning`` of ``data prepare chart_chains`` also show ``type`` (0 or 1) and ``table``, the share of right cells."""
 
     class Settings(SettingsModel):
         rule: Literal["relaxed", "chartqapro", "chartqapro_published"] = "relaxed"
@@ -51,7 +54,19 @@ class ChartAnswer:
             "chartqapro": lambda: chartqapro(said, true, str(task.extra.get("kind")), task.extra.get("year")),
             "chartqapro_published": lambda: relaxed_accuracy(said, true, tolerance=1.0),
         }[self._rule]()
-        return Scored(accuracy, {"accuracy": accuracy, "relaxed": relaxed, "exact": exact_match(said, true)})
+        shown = _read(context.texts[-1], task)
+        return Scored(accuracy, {"accuracy": accuracy, "relaxed": relaxed, "exact": exact_match(said, true), **shown})
+
+
+def _read(text: str, task: Task) -> dict[str, float]:
+    """How the chart itself was read, where the row says what it shows. Raises DataFailure for a row's table that is none."""
+    sample = ChartSample.of(text, task)
+    if not sample.reasoning:
+        return {}
+    found, true = parts(text), true_table(sample)
+    said = as_table(parsed_table(found.table))
+    cells = {} if true is None else {"table": shares(said, true)[1] if said else 0.0}
+    return {"type": type_reward(found.type, sample.chart_type), **cells}
 
 
 def chartqapro(said: str, true: str, kind: str, year: Any = None) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -16,16 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rayloop.cluster.stages.sft import CHECKPOINTS, RUN, _identity
+from rayloop.core.types import derive
+from rayloop.data.dataset import Dataset
+from rayloop.engines.settings import ModelSettings
+from rayloop.engines.training.scorer import FrozenScorer
 from rayloop.recipes.digits.prepare import main as prepare
-from rayloop.sft.stage import SftConfig, SftProgress, make_tiny
+from rayloop.sft.stage import Examples, SftConfig, SftProgress, make_tiny
 from tests.support.runs import ROOT, TAG, eventually, tagged
 
 pytestmark = pytest.mark.timeout(900)
@@ -61,7 +68,13 @@ class Stage:
 
     @property
     def losses(self) -> list[float]:
-        return [float(loss) for loss in re.findall(r"loss (\S+)", self.text)]
+        return [float(loss) for loss in re.findall(r"(?<!held-out )loss (\S+)", self.text)]
+
+    @property
+    def held_out(self) -> dict[int, float]:
+        """Step -> held-out loss, as the progress has them."""
+        text = (self.output / RUN / "progress.txt").read_text(encoding="utf-8")
+        return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  held-out loss (\S+)", text)}
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -174,6 +187,62 @@ def test_a_stopped_stage_goes_on_with_the_same_configuration_only(folder: Path, 
     again = ended(settings)
     assert "goes on after step" in again.text
     assert all(torch.equal(again.weights[name], tensor) for name, tensor in undisturbed.weights.items())
+
+
+def nines(folder: Path, digits_model: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """A stage on answers of nines alone, which makes other digits ever less likely; those are held out."""
+    for file, rows in {"nines": [[9] * n for n in range(3, 19)], "ones": [[1] * n for n in range(3, 14)]}.items():
+        lines = [json.dumps({"id": str(len(digits)), "digits": digits}) + "\n" for digits in rows]
+        (folder / f"{file}.jsonl").write_text("".join(lines), encoding="utf-8")
+    stage = config(folder, digits_model, name, save_every=2, best=True, steps=7, **changes)
+    stage["data"] |= {"train": str(folder / "nines.jsonl"), "eval": str(folder / "ones.jsonl")}
+    return stage
+
+
+@pytest.fixture(scope="module")
+def measured(folder: Path, digits_model: Path) -> Stage:
+    return ended(nines(folder, digits_model, "measured"))
+
+
+@pytest.mark.slow_faults
+def test_a_stage_measures_held_out_rows_and_writes_the_best_weights(measured: Stage, folder: Path, digits_model: Path) -> None:
+    losses = measured.held_out
+    assert list(losses) == [2, 4, 6, 7], "each save_every and the end"
+    assert measured.text.count("held-out loss") == 4
+    best = min(losses, key=losses.__getitem__)
+    assert best != 7, "the weights at the end are others"
+    kept = load_file(measured.output / f"step_{best}" / "model.safetensors")
+    assert all(torch.equal(measured.weights[name], tensor) for name, tensor in kept.items())
+    stage = SftConfig.model_validate(nines(folder, digits_model, "measured"))
+    examples, rows = Examples(stage), Dataset(str(stage.data.eval), stage.data.reader.build(), True, print)
+    items = [examples.item(task, random.Random(derive(0, "held out", n))) for n, task in enumerate(rows)]
+    for step in (2, 4, 6):
+        written = ModelSettings(path=str(measured.output / f"step_{step}"))
+        logprobs = FrozenScorer(written, stage.engine).logprobs([item.trajectory for item in items])
+        assert losses[step] == pytest.approx(-float(np.concatenate(logprobs).mean()), abs=1e-4)
+
+
+@pytest.mark.slow_faults
+def test_a_killed_stage_of_two_workers_keeps_the_best_weights(folder: Path, digits_model: Path, measured: Stage) -> None:
+    with started(nines(folder, digits_model, "measured_by_two", workers=2, checkpoint_every=1)) as stage:
+        stage.has_checkpoint()
+        eventually(lambda: len(stage.held_out) > 1 or stage.process.poll() is not None, "two evaluations", DEADLINE)
+        stage.worker.kill()
+        stage.ends(0)
+    assert "goes on after step" in stage.text
+    assert stage.held_out == pytest.approx(measured.held_out, rel=1e-3)
+    for name, expected in measured.weights.items():
+        torch.testing.assert_close(stage.weights[name], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("lacks", ["eval", "save_every"])
+def test_the_best_weights_need_held_out_rows_and_snapshots(tmp_path: Path, lacks: str) -> None:
+    settings = config(tmp_path, tmp_path, "out", best=True, save_every=2)
+    settings["data"]["eval"] = "rows.jsonl"
+    SftConfig.model_validate(settings)
+    del (settings if lacks == "save_every" else settings["data"])[lacks]
+    with pytest.raises(ValidationError, match=r"best needs data\.eval and save_every"):
+        SftConfig.model_validate(settings)
 
 
 @pytest.mark.slow_faults

@@ -51,6 +51,7 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--splits", nargs="+", default=[], metavar="SPLIT[=N]", help="published splits to write, or new ones with their rows"
     )
+    parser.add_argument("--where", default="", metavar="COLUMN=VALUE", help="rows with this value alone, such as origin=human")
     parser.add_argument("--original-split", action="store_true", help="new splits in the published order, not shuffled")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffled splits (default: %(default)s)")
     parser.add_argument(
@@ -67,6 +68,8 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
         raise ConfigError(f"--fps {chosen.fps}: frames per second; 0 keeps every frame")
     if chosen.images_root is not None and not chosen.images_root.is_dir():
         raise ConfigError(f"--images-root {chosen.images_root} is no folder (seen from {Path.cwd()})")
+    if chosen.where and "=" not in chosen.where:
+        raise ConfigError(f"--where {chosen.where}: expected COLUMN=VALUE, the column as it is in the written rows")
     wanted = Wanted(
         *_splits(chosen.splits, how),
         chosen.max_samples,
@@ -74,6 +77,7 @@ def main(name: str, maps: Mapping[str, Path], arguments: Sequence[str]) -> int:
         chosen.seed,
         fps=chosen.fps,
         images=chosen.images_root,
+        where=chosen.where,
     )
     source = folder(how, chosen.local, chosen.hub)
     written, left_out = prepare(how, source, chosen.out, wanted)
@@ -97,7 +101,7 @@ def reasons(failures: Sequence[DataFailure]) -> list[str]:
 @dataclass(frozen=True)
 class Wanted:
     """``published``: which splits to read, empty for all; ``new``: rows of each new split; ``most``: rows at most; ``images``: the
-    folder of images that the rows name by paths of another machine."""
+    folder of images that the rows name by paths of another machine; ``where``: COLUMN=VALUE of the rows to take, empty for all."""
 
     published: tuple[str, ...] = ()
     new: Mapping[str, int] = field(default_factory=dict)
@@ -106,6 +110,7 @@ class Wanted:
     seed: int = 0
     fps: float = FRAMES_PER_SECOND
     images: Path | None = None
+    where: str = ""
 
 
 def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
@@ -115,19 +120,19 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
     left_out: list[DataFailure] = []
     light: list[tuple[str, Row]] = []
     for split in splits:
-        for row in _rows(how, source, split):
+        for row in _rows(how, source, split, wanted.where):
             if isinstance(row, DataFailure):
                 left_out.append(row)
             else:
                 light.append((split, {name: value for name, value in row.items() if name not in ("image", "videos")}))
     if not light:
-        raise _no_row(source, left_out)
+        raise _no_row(source, left_out, wanted.where)
     chosen = _chosen(how, light, wanted)
     written: dict[str, list[Row]] = {}
     pictures, place = Pictures(out, source, how.image_folders, wanted.images, fps=wanted.fps), iter(chosen)
     out.mkdir(parents=True, exist_ok=True)
     for split in splits:
-        for row in _rows(how, source, split):
+        for row in _rows(how, source, split, wanted.where):
             if isinstance(row, DataFailure) or (target := next(place)) is None:
                 continue
             try:
@@ -145,21 +150,26 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
     return {split: len(written[split]) for split in sorted(written, key=lambda one: one != REST)}, left_out
 
 
-def _no_row(source: Path, left_out: Sequence[DataFailure]) -> ConfigError:
-    why = "".join(f"\n    {line}" for line in reasons(left_out)) or ": its files are empty"
+def _no_row(source: Path, left_out: Sequence[DataFailure], where: str = "") -> ConfigError:
+    nothing = f": none has {where}" if where else ": its files are empty"
+    why = "".join(f"\n    {line}" for line in reasons(left_out)) or nothing
     return ConfigError(f"{source} has no row that can be used{why}")
 
 
-def _rows(how: ColumnMap, source: Path, split: str) -> Iterator[Row | DataFailure]:
-    """Our rows, each with ``@folder``, its file's."""
+def _rows(how: ColumnMap, source: Path, split: str, where: str) -> Iterator[Row | DataFailure]:
+    """Our rows, each with ``@folder``, its file's; ``where`` as in ``Wanted``."""
+    column, _, value = where.partition("=")
     for entry in entries(how, source, split):
         if isinstance(entry, DataFailure):
             yield entry
             continue
         try:
-            yield {**mapped(how, entry), "@folder": entry["@folder"]}
+            row = mapped(how, entry)
         except DataFailure as failure:
             yield failure
+            continue
+        if not where or str(row.get(column)) == value:
+            yield {**row, "@folder": entry["@folder"]}
 
 
 def _chosen(how: ColumnMap, light: Sequence[tuple[str, Row]], wanted: Wanted) -> list[str | None]:

@@ -19,6 +19,7 @@ from rayloop.launch import fixed_size, slurm_job
 from rayloop.launch.ray_variables import SUBREAPER, node_settings
 from rayloop.launch.rendezvous import Head, Rendezvous
 from rayloop.launch.slurm import SCRIPTS, SITE, SiteSettings, plan
+from tests.support.runs import ROOT
 
 FAKE = {
     "sbatch": """echo "$@" >> $HERE/submitted; n=$(wc -l < $HERE/submitted); echo $n >> $HERE/active; echo "$n;cluster" """,
@@ -227,11 +228,13 @@ def test_scripts_read_the_setup_and_run_python_in_the_container(script: Path, tm
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "RAYLOOP_SETUP": str(tmp_path / "setup.sh"),
         "RAYLOOP_CONTAINER": "contain --nv", "RAYLOOP_PYTHON": "python", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_ARRAY_TASK_ID": "0",
     }  # fmt: skip
     done = subprocess.run(["bash", "-x", str(script), "mine", "run.yaml"], env=variables, capture_output=True, text=True)
     fixed = script.name == "fixed_size.sbatch"
     said = done.stderr if fixed else done.stdout  # of that script the container's output is read by the shell
-    assert f"yes --nv python -m rayloop{'.launch.fixed_size' if fixed else ' node '}" in said
+    starts = {"fixed_size": ".launch.fixed_size", "eval": " eval "}.get(script.stem, " node ")
+    assert f"yes --nv python -m rayloop{starts}" in said
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.sbatch")), ids=lambda path: path.stem)
@@ -239,8 +242,40 @@ def test_scripts_are_thin_and_hold_no_address(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True)
     lines = [line for line in script.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     assert len(lines) < (14 if script.name == "fixed_size.sbatch" else 12)
-    starts = "ray.scripts.scripts symmetric-run" if script.name == "fixed_size.sbatch" else "-m rayloop node"
+    starts = {"fixed_size": "ray.scripts.scripts symmetric-run", "eval": "-m rayloop eval"}.get(script.stem, "-m rayloop node")
     assert starts in script.read_text(encoding="utf-8")
+
+
+def evaluated(folder: Path, number: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """What element ``number`` of the array runs; ``python`` prints its arguments."""
+    (folder / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"', encoding="utf-8")
+    (folder / "python").chmod(0o755)
+    known = {"PATH": "/usr/bin:/bin", "RAYLOOP_PYTHON": str(folder / "python"), "SLURM_ARRAY_TASK_ID": str(number), **variables}
+    return subprocess.run(["bash", SCRIPTS / "eval.sbatch", *arguments], env=known, capture_output=True, text=True)
+
+
+def test_an_array_evaluates_a_checkpoint_on_each_chart_benchmark(tmp_path: Path) -> None:
+    text = (SCRIPTS / "eval.sbatch").read_text(encoding="utf-8")
+    asked = [
+        evaluated(tmp_path, number, "run.yaml", "runs/mine", "--samples=2", "model.min_pixels=376320").stdout.splitlines()
+        for number in range(6)
+    ]
+    assert "--array=0-5" in text
+    found = [parsed(words[2:]) for words in asked]
+    assert all(words[:2] == ["-m", "rayloop"] for words in asked)
+    assert sorted(one.benchmark for one in found) == sorted(path.stem for path in (ROOT / "recipes/chart_rvr/benchmarks").iterdir())
+    assert {(str(one.config), str(one.checkpoint), one.samples, *one.overrides) for one in found} == {
+        ("run.yaml", "runs/mine", 2, "model.min_pixels=376320")
+    }
+
+
+def test_an_array_of_other_benchmarks_has_an_element_for_each(tmp_path: Path) -> None:
+    named = {"RAYLOOP_BENCHMARKS": "screenspot chartqa"}
+    assert "--benchmark\nchartqa\n" in evaluated(tmp_path, 1, "run.yaml", "runs/mine", **named).stdout
+    beyond = evaluated(tmp_path, 2, "run.yaml", "runs/mine", **named)
+    assert beyond.returncode
+    assert "no benchmark has the number 2: --array=0-1" in beyond.stderr
+    assert "usage: sbatch eval.sbatch CONFIG CHECKPOINT" in evaluated(tmp_path, 0, "run.yaml").stderr
 
 
 def test_a_fixed_size_job_gets_a_token_and_the_variables_of_our_own_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

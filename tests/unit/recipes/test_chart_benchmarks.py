@@ -17,6 +17,7 @@ from rayloop.cli import main
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.recipes.chart_rvr.measure import PLAYED, anls, chartqapro, distance
 from rayloop.run.config import RunConfig, read
@@ -111,6 +112,33 @@ def test_prepared_rows_are_read_and_paid_by_the_rule(name: str, tmp_path: Path) 
     assert near == 0.0, "2011 is near 2010 for the relaxed rule only, and ChartQAPro's flag says that it is a year"
 
 
+def test_rows_with_a_teachers_chain_show_how_the_type_and_the_table_are_read(tmp_path: Path) -> None:
+    """As ``data prepare chart_chains --rows`` writes a benchmark's rows."""
+    table = {"columns": ["Year", "Sales"], "rows": [["2019", "10"], ["2020", "20"]]}
+    chain = {"chart_type": "bar", "table": table, "reasoning": "<step-1>: the last row says 20"}
+    Image.new("RGB", (84, 84)).save(tmp_path / "chart.png")
+    rows = [{"id": "full", **chain}, {"id": "no table", **chain, "table": None}, {"id": "bare", "chart_type": "dot_line"}]
+    lines = [json.dumps({"image": "chart.png", **ROWS["chartqa"], **row}) + "\n" for row in rows]
+    (tmp_path / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+    config = over("chartqa", tmp_path)
+    full, without, bare = Dataset(tmp_path / "train.jsonl", config.data.reader.build(), True, print)
+    measure = config.reward.source.build()
+
+    def said(task: Task, kind: str, shown: str) -> dict[str, float]:
+        text = f"<think>\n<type>{kind}</type>\n<table>{shown}</table>\n<step-1>: so\n</think>\n<answer>\n10\n</answer>"
+        scored = measure.score(PLAYED, task, ScoreContext(0, [text]))
+        assert isinstance(scored, Scored)
+        assert scored.value == scored.components["accuracy"] == 1.0, "they are shown and not paid"
+        return {name: value for name, value in scored.components.items() if name in ("type", "table")}
+
+    assert said(full, "Bar", json.dumps(table)) == {"type": 1.0, "table": 1.0}
+    wrong = {**table, "rows": [["2019", "10"], ["2020", "21"]]}
+    assert said(full, "pie", json.dumps(wrong)) == {"type": 0.0, "table": 0.75}
+    assert said(full, "bar", "10 and 20") == {"type": 1.0, "table": 0.0}
+    assert said(without, "bar", "{}") == {"type": 1.0}
+    assert said(bare, "dot_line", "{}") == {}, "a benchmark's own names of types are not those that the prompt lists"
+
+
 def published(folder: Path, files: dict[str, Any]) -> None:
     image = io.BytesIO()
     Image.new("RGB", (84, 84)).save(image, "PNG")
@@ -197,3 +225,15 @@ def test_anls_is_the_share_that_is_alike_down_to_half() -> None:
     assert anls("kitten", "sitting") == pytest.approx(1 - 3 / 7)
     assert anls("ab", "ac") == 0.0
     assert anls("", "") == 1.0
+
+
+def test_rows_of_one_kind_alone_are_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    published(tmp_path / "in", LAYOUTS["chartqa"][0])
+    command = ["data", "prepare", "chartqa", "--from", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--splits", "test"]
+    assert main([*command, "--where", "origin=human"]) == 0
+    (row,) = map(json.loads, (tmp_path / "out/test.jsonl").read_text(encoding="utf-8").splitlines())
+    assert (row["query"], row["origin"]) == ("How many?", "human")
+    assert main([*command, "--where", "origin=people"]) == 2
+    assert "has no row that can be used: none has origin=people" in capsys.readouterr().err
+    assert main([*command, "--where", "human"]) == 2
+    assert "--where human: expected COLUMN=VALUE" in capsys.readouterr().err

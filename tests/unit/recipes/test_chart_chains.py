@@ -93,6 +93,19 @@ def test_chains_become_rows_with_a_supervised_answer(rows: Path, capsys: pytest.
     assert '<type>bar</type>\n<table>{"columns": ["Year", "Sales"], "rows": [["2019", "10"]]}</table>\n<step-1>: read 10' in answer
 
 
+def test_rows_of_several_data_sets_become_one_file(rows: Path) -> None:
+    """``data prepare`` numbers the rows of each set from 0."""
+    file = rows / "in/rows.jsonl"
+    text = file.read_text(encoding="utf-8")
+    with teacher((200, GOOD)) as (url, asked):
+        for source in ("chartqa", "plotqa", "plotqa"):
+            file.write_text(text.replace('"label"', f'"data_source": "{source}", "label"'), encoding="utf-8")
+            assert made(rows, url) == 0
+        assert len(asked) == 6
+    tasks = list(Dataset(rows / "out/train.jsonl", ChartRows(ChartRows.Settings()), True, lambda failure: None))
+    assert sorted(task.id for task in tasks) == [f"{source}-r{n}" for source in ("chartqa", "plotqa") for n in range(3)]
+
+
 def test_a_teacher_that_is_gone_ends_the_command_and_keeps_what_there_is(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with teacher((200, GOOD), (500, "")) as (url, asked):
         assert made(rows, url) != 0
