@@ -64,12 +64,18 @@ def test_a_preset_is_a_valid_run(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "rows", "epochs", "off"),
-    [("arc_vision/presets/recommended", 900, 3, 16), ("arc_vision/presets/safe", 900, 3, 8), ("arpo/presets/tasks_128", 128, 15, 0),
+    [("arc_vision/arc_vision", 900, 3, 16), ("arc_vision/presets/recommended", 900, 3, 16), ("arc_vision/presets/safe", 900, 3, 8),
+     ("arc_vision/presets/optimised", 900, 3, 16), ("arpo/presets/tasks_128", 128, 15, 0),
      ("arpo/presets/tasks_32", 32, 15, 0), ("arpo/presets/single_machine", 8, 5, 0)],
 )  # fmt: skip
 def test_steps_make_the_epochs_that_are_named(preset: str, rows: int, epochs: int, off: int) -> None:
-    config = read(ROOT / f"recipes/{preset}.yaml", [])
+    """Of what is trained. Where other rows take the place of groups that are left out, more of them are played, and it says so."""
+    path = ROOT / f"recipes/{preset}.yaml"
+    config = read(path, [])
     assert abs(config.steps * config.algorithm.groups_per_step - rows * epochs) <= off
+    filtering = config.algorithm.filtering
+    replaces = bool(filtering.filters) and filtering.max_generation_batches > 1
+    assert ("or more" in path.read_text(encoding="utf-8")) == replaces
 
 
 @pytest.mark.parametrize(
