@@ -81,7 +81,8 @@ def test_steps_make_the_epochs_that_are_named(preset: str, rows: int, epochs: in
 @pytest.mark.parametrize(
     "preset",
     ["arc_vision/presets/faithful", "arpo/presets/faithful", "arpo/presets/faithful_32", "arpo/presets/tasks_128",
-     "arpo/presets/tasks_32", "arpo/presets/single_machine", "pyvision/presets/deepeyes_faithful", "pyvision/presets/deepeyes_faithful_32b", "chart_rvr/presets/faithful",
+     "arpo/presets/tasks_32", "arpo/presets/single_machine", "pyvision/presets/deepeyes_faithful",
+     "pyvision/presets/deepeyes_faithful_32b", "chart_rvr/presets/faithful",
      "chart_rvr/presets/paper", "chart_rvr/presets/safe", "chart_rvr/presets/ultra_fast"],
 )  # fmt: skip
 def test_every_group_of_a_step_is_trained_once(preset: str) -> None:
