@@ -189,14 +189,18 @@ class SglangEngineSettings(EngineChoice):
             )
 
 
+Url = Annotated[str, Field(pattern=r"^https?://")]
+
+
 class OpenAiHttpEngineSettings(EngineChoice):
     """A server with the OpenAI interface. For evaluation; for training only with ``interface: tokens`` and ``update``."""
 
     implementation = "rayloop.engines.generation.openai_http:OpenAiHttpEngine"
     holds_model = False
     kind: Literal["openai_http"] = "openai_http"
-    base_url: str = Field(pattern=r"^https?://")
-    """With the version, for example http://host:8000/v1. It must be reachable from the nodes of the rollout actors."""
+    base_url: Url | Annotated[tuple[Url, ...], Field(min_length=1)]
+    """With the version, for example http://host:8000/v1, reachable from the nodes of the rollout actors. Of several servers of one
+    model a group of episodes keeps to one; where that refuses connections, the next is asked."""
     model: str
     """The model's name at the server, as in its /v1/models."""
     api_key_env: str | None = None
@@ -216,7 +220,12 @@ class OpenAiHttpEngineSettings(EngineChoice):
     @property
     def own_weights(self) -> str:
         """Without ``update`` the server keeps its weights."""
-        return "" if self.update else f"{self.model} at {self.base_url}"
+        return "" if self.update else f"{self.model} at {', '.join(self.addresses)}"
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of every server, without a slash at the end."""
+        return tuple(url.rstrip("/") for url in ((self.base_url,) if isinstance(self.base_url, str) else self.base_url))
 
     def untrainable(self) -> str:
         """Log-probs or updates that are missing."""

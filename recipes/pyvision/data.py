@@ -39,7 +39,9 @@ class QuestionRows:
         ``{height}`` by the image's pixels. Other braces stay."""
         published: Published | None = None
         """Ask as the original does, instead of ``prompt``: with the row's own ``prompt``, or, where it has none, with this text of
-        ``prompts/`` (``deepeyes``: its two), filled in as the original's reader does."""
+        ``prompts/`` (``deepeyes``: its two), filled in as the original's reader does. A row with a prompt of its own that names no
+        environment (``environment``, ``env_name``) is of the kind ``none`` of ``environment.kinds``: the original gives it no
+        tools."""
 
     def __init__(self, settings: QuestionRows.Settings) -> None:
         self._settings = settings
@@ -50,10 +52,12 @@ class QuestionRows:
         flat = _flat(row, where) if "mm_hint" in row else row
         videos = _videos(flat["videos"], where, root) if flat.get("videos") else []
         images = [image_entry(field(flat, "image", where), where, root)] if flat.get("image") or not videos else []
+        own, kind = row.get("prompt"), row.get("env_name") or row.get("environment")
         if self._settings.published is None:
             text = filled(self._settings.prompt, flat, images, where)
             messages: tuple[Message, ...] = (Message("user", (*self._shown(images), text)),)
-        elif isinstance(own := row.get("prompt"), list | tuple) and own:
+        elif isinstance(own, list | tuple) and own:
+            kind = kind or "none"
             shown = {"prompt": own, "images": [flat["image"]] if images else [], "id": ""}
             messages = self._chat.task(shown, where, root).messages
         else:
@@ -64,6 +68,7 @@ class QuestionRows:
             str(field(flat, "answer", where)),
             str(flat.get("kind", "")),
             {**flat, "root": str(root), **({"videos": videos} if videos else {})},
+            str(kind or ""),
         )
 
     def _shown(self, images: list[ImageSource]) -> tuple[str | ImageSource, ...]:

@@ -15,6 +15,7 @@ from rayloop.core.types import Task, Trajectory
 from rayloop.judge.rules.plain import extract
 from rayloop.recipes.pyvision import original
 from rayloop.recipes.pyvision.data import answered
+from rayloop.recipes.pyvision.reward import calls
 from rayloop.recipes.pyvision.verifiers import Asked, Judged, Kind, Verifiers, at_once
 
 ATTEMPTS = 8
@@ -24,8 +25,8 @@ ATTEMPTS = 8
 class DeepEyesReward:
     """``0.8 accuracy + 0.2 format + 1.2 tool`` (Visual-Agent/DeepEyes at 6c5e796); of mathematics ``1.2 accuracy + 0.4 format``.
     ``format`` is -1 when tags are not in pairs, or the answer has 1,000 characters, else 0; ``tool`` is 1 when the answer is right
-    and a tool showed an image. Components: ``accuracy``, ``format``, ``tool`` and ``looked`` (an image was shown). Flags:
-    ``ill_formed``, ``unparsable``, ``too_long``, and those of the verifier."""
+    and a tool showed an image. Components: ``accuracy``, ``format``, ``tool``, ``looked`` (an image was shown) and ``calls``.
+    Flags: ``ill_formed``, ``unparsable``, ``too_long``, and those of the verifier."""
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"
@@ -52,6 +53,7 @@ class DeepEyesReward:
         """Raises what the judge raises, and DataFailure for a task without the truth that its rule needs."""
         math = task.source in self._settings.mathematics
         read = _original(context, math) if self.transcript else _read(trajectory, context, math)
+        read = replace(read, calls=calls(trajectory, context))
         ill = () if read.formed else ("ill_formed",)
         if read.answer is None or (not read.answer and not self.transcript):
             return self._paid(Scored(0.0, flags=("unparsable", *ill)), read, math)
@@ -88,7 +90,7 @@ class DeepEyesReward:
         accuracy, form = found.value, 0.0 if read.formed else -1.0
         tool = float(read.looked and accuracy > 0.5)
         value = 1.2 * accuracy + 0.4 * form if math else 0.8 * accuracy + 0.2 * form + 1.2 * tool
-        components = {"accuracy": accuracy, "format": form, "tool": tool, "looked": float(read.looked)}
+        components = {"accuracy": accuracy, "format": form, "tool": tool, "looked": float(read.looked), "calls": read.calls}
         return Scored(value, components, found.flags)
 
 

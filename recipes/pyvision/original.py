@@ -78,11 +78,13 @@ def step_reward(turn: str, ran: bool, per_call: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DeepEyes:
-    """``answer``: the judged one, ``formed``: tags are in pairs (and one box, of mathematics), ``looked``: an image was shown."""
+    """``answer``: the judged one, ``formed``: tags are in pairs (and one box, of mathematics), ``looked``: an image was shown,
+    ``calls``: turns whose call was carried out."""
 
     answer: str | None
     formed: bool
     looked: bool = False
+    calls: float = 0.0
 
 
 def deepeyes(response: str) -> DeepEyes:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
@@ -195,6 +196,83 @@ def test_an_answer_comes_back_in_our_tokens(
     run(play)
 
 
+@pytest.fixture
+def second(tiny_text: Path) -> Iterator[Server]:
+    with serving(tiny_text) as running:
+        yield running
+
+
+NOWHERE = "http://127.0.0.1:9/v1"
+"""Refuses connections."""
+
+
+def asked_for(model: Path, affinity: str) -> TokenPrompt:
+    return dataclasses.replace(prompt(model, "Why?"), affinity=affinity)
+
+
+def test_groups_are_spread_over_servers_and_each_stays_on_one(
+    server: Server, second: Server, tiny_text: Path, tmp_path: Path
+) -> None:
+    async def play() -> None:
+        both = client(server, tiny_text, tmp_path, base_url=[f"{server.url}/v1", f"{second.url}/v1"])
+        found = []
+        for group in range(12):
+            before = len(server.requests), len(second.requests)
+            for _ in range(3):
+                await both.generate(asked_for(tiny_text, str(group)), Sampling(1.0, 4))
+            found.append((len(server.requests) - before[0], len(second.requests) - before[1]))
+        assert set(found) == {(3, 0), (0, 3)}
+
+    run(play)
+
+
+def test_a_server_that_refuses_is_passed_over(
+    server: Server, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai_http, "ATTEMPTS", 1)
+
+    async def play() -> None:
+        alive = client(server, tiny_text, tmp_path, base_url=[NOWHERE, f"{server.url}/v1"])
+        for group in range(8):
+            await alive.generate(asked_for(tiny_text, str(group)), Sampling(1.0, 4))
+        assert len(server.requests) == 8
+        server.faults = [503]
+        with pytest.raises(WorkerLost, match="HTTP 503"):  # it is there, and busy: the conversation does not leave it
+            await alive.generate(asked_for(tiny_text, "0"), Sampling(1.0, 4))
+        gone = client(server, tiny_text, tmp_path, base_url=[NOWHERE, "http://127.0.0.1:13/v1"])
+        with pytest.raises(WorkerLost, match=r"the server failed 1 times, last: http://127\.0\.0\.1:\d+/v1/chat.*ConnectError"):
+            await gone.generate(asked_for(tiny_text, "0"), Sampling(1.0, 4))
+
+    run(play)
+
+
+def test_weights_go_to_every_server(server: Server, second: Server, tiny_text: Path, tmp_path: Path) -> None:
+    weights = {n: t.clone() for n, t in hf_state(load_model(ModelSettings(path=str(tiny_text)))).items()}
+
+    async def play() -> None:
+        addresses = [f"{one.url}/v1" for one in (server, second)]
+        for one in (server, second):  # the engine behind each exists from its first answer on
+            await client(one, tiny_text, tmp_path, interface="tokens").generate(prompt(tiny_text, "Why?"), Sampling(1.0, 1))
+        both = client(server, tiny_text, tmp_path, interface="tokens", update=UPDATE, base_url=addresses)
+        await both.load(manifest(Version(0, 1), weights), weights)
+        assert [[path for path, _, _ in one.requests].count("/load") for one in (server, second)] == [1, 1]
+        second.loads = False
+        with pytest.raises(WeightSyncError, match=rf"version 0\.2: {second.url}/load answered"):
+            await both.load(manifest(Version(0, 2), weights), weights)
+        with pytest.raises(WorkerLost, match="the last load failed"):
+            await both.generate(prompt(tiny_text, "Why?"), Sampling(1.0, 1))
+
+    run(play)
+
+
+def test_addresses_are_checked() -> None:
+    for wrong in ([], "host:8000/v1", ["http://a/v1", "b:8000"]):
+        with pytest.raises(ValidationError):
+            OpenAiHttpEngineSettings.model_validate({"base_url": wrong, "model": "m"})
+    settings = OpenAiHttpEngineSettings.model_validate({"base_url": ["http://a/v1", "http://b/v1"], "model": "m"})
+    assert settings.own_weights == "m at http://a/v1, http://b/v1"
+
+
 def test_failures_say_whose_they_are(server: Server, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_KEY", "s3cret")
 
@@ -213,7 +291,7 @@ def test_failures_say_whose_they_are(server: Server, tiny_text: Path, tmp_path: 
         with pytest.raises(ConfigError, match=r"rollout\.engine: .*HTTP 401"):
             await ask([401])
         with pytest.raises(WorkerLost, match="ConnectError"):
-            await ask([], base_url="http://127.0.0.1:9/v1")
+            await ask([], base_url=NOWHERE)
         with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
             client(server, tiny_text, tmp_path, api_key_env="NO_SUCH_KEY")
 

@@ -34,7 +34,7 @@ class ColumnMap(SettingsModel):
     hub: str = ""
     """Name on the Hugging Face Hub (owner/name). Empty: it is not there, or nobody has looked, and ``--from`` is needed."""
     files: dict[str, tuple[str, ...]]
-    """Published split -> patterns of its files (parquet, JSONL, JSON list, TSV, CSV); the first pattern that finds some counts."""
+    """Published split -> patterns of its files (parquet, JSONL, JSON list or a row, TSV, CSV); the first that finds some counts."""
     rows_at: str = ""
     """In JSON files: the key of the list of rows, when the file is an object."""
     each: str = ""
@@ -205,6 +205,8 @@ def _listed(path: Path, rows_at: str) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
     value = found(value, rows_at) if rows_at and isinstance(value, Mapping) else value
+    if isinstance(value, Mapping) and value and not any(isinstance(one, Mapping) for one in value.values()):
+        value = [value]  # a file of a row
     if isinstance(value, Mapping):
         value = [{"key": key, **one} if isinstance(one, Mapping) else one for key, one in value.items()]
     if not isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Generation by any server with the OpenAI interface, over HTTP: for evaluation, and for training with a server that returns token
+"""Generation by servers with the OpenAI interface, over HTTP: for evaluation, and for training with a server that returns token
 ids with log-probs and loads the synced weights. Samples of other weights are off-policy from the second step on."""
 
 import asyncio
@@ -8,10 +8,11 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
-from itertools import groupby
+from collections.abc import Mapping, Sequence
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import httpx
 from PIL import Image
@@ -53,14 +54,8 @@ class OpenAiHttpEngine:
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
-        url = httpx.URL(settings.base_url.rstrip("/"))
-        self._url, self._root = str(url), str(url.copy_with(path="/")).rstrip("/")
-        self._http = httpx.AsyncClient(
-            trust_env=url.host not in LOOPBACK,
-            timeout=TIMEOUT,
-            headers=_key(settings.api_key_env),
-            limits=httpx.Limits(max_connections=None),
-        )
+        headers = _key(settings.api_key_env)
+        self._servers = [(url, _client(url, headers)) for url in settings.addresses]
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Raises DataFailure for a prompt that the server refuses, ConfigError, WorkerLost."""
@@ -91,19 +86,20 @@ class OpenAiHttpEngine:
         self._open.set()
 
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        """Write a model folder and have the server load it. Raises WeightSyncError, ConfigError before the first one. ``tensors``
+        """Write a model folder and have every server load it. Raises WeightSyncError, ConfigError before the first one. ``tensors``
         [name] are whole and on the CPU."""
         if not self._settings.update:
-            raise ConfigError(f"rollout.engine: {self._url} takes no weights (rollout.engine.update is empty)")
+            raise ConfigError(f"rollout.engine: {self._servers[0][0]} takes no weights (rollout.engine.update is empty)")
         first, self._version = self._version is None, None
         if first:  # raises ConfigError when the server's answers cannot be trained on
             await self._tokens(TokenPrompt((0,)), Sampling(max_tokens=1), Version(0, 0))
         target = self._folder / f"weights-{manifest.version}"
         await asyncio.to_thread(self._write, manifest, tensors, target)
-        for path, body in self._settings.update.items():
-            answer = await self._post(self._root + path, _filled(body, str(target.resolve())))
+        for (url, http), (path, body) in product(self._servers, self._settings.update.items()):
+            at = str(httpx.URL(url).copy_with(path=path))
+            _, answer = await _post([(at, http)], _filled(body, str(target.resolve())))
             if isinstance(answer, dict) and answer.get("success") is False:
-                raise WeightSyncError(f"version {manifest.version}: {self._root}{path} answered {answer}")
+                raise WeightSyncError(f"version {manifest.version}: {at} answered {answer}")
         self._version = manifest.version
 
     def health(self) -> EngineHealth:
@@ -119,8 +115,8 @@ class OpenAiHttpEngine:
     async def _tokens(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
         if prompt.images:
             raise ConfigError("rollout.engine.interface: tokens sends no images; use chat (evaluation only), or kind: vllm")
-        answer = await self._post(
-            self._url + "/completions",
+        url, answer = await _post(
+            self._from("/completions", prompt),
             {
                 "model": self._settings.model, "prompt": list(prompt.token_ids), "seed": prompt.seed,
                 "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -137,7 +133,7 @@ class OpenAiHttpEngine:
                 raise ValueError(f"{len(logprobs)} log-probs for {len(token_ids)} tokens")
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self._url}/completions does not return token ids with their log-probs ({error!r}), which training needs. "
+                f"{url} does not return token ids with their log-probs ({error!r}), which training needs. "
                 "vLLM's server does (return_token_ids); for evaluation use rollout.engine.interface: chat"
             ) from error
         reason = FinishReason.LENGTH
@@ -147,8 +143,8 @@ class OpenAiHttpEngine:
 
     async def _chat(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
         """The answer's text in our tokens; log-probs are NaN. Stop strings are looked for here: servers would cut them off."""
-        answer = await self._post(
-            self._url + "/chat/completions",
+        url, answer = await _post(
+            self._from("/chat/completions", prompt),
             {
                 "model": self._settings.model, "messages": self.messages(prompt), "max_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature, "seed": prompt.seed,
@@ -158,7 +154,7 @@ class OpenAiHttpEngine:
             choice = answer["choices"][0]
             text, reason = choice["message"]["content"] or "", FinishReason.END_TOKEN
         except (KeyError, TypeError, IndexError) as error:
-            raise ConfigError(f"{self._url}/chat/completions answered {str(answer)[:200]}, which has no message") from error
+            raise ConfigError(f"{url} answered {str(answer)[:200]}, which has no message") from error
         if choice["finish_reason"] == "length":
             reason = FinishReason.LENGTH
         if ends := [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]:
@@ -190,24 +186,41 @@ class OpenAiHttpEngine:
             found.append({"role": role, "content": [p for p in parts if p.get("text") != ""]})
         return [message for message in found if message["content"]]
 
-    async def _post(self, url: str, body: Mapping[str, Any]) -> Any:
-        """The JSON answer. Raises WorkerLost when the attempts are spent, DataFailure or ConfigError when refused."""
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(2 ** (attempt - 1))
+    def _from(self, path: str, prompt: TokenPrompt) -> list[tuple[str, httpx.AsyncClient]]:
+        """Where to ask, in turn: first the server that has seen the prompt's group, whose prefix it keeps."""
+        at = crc32(prompt.affinity.encode()) % len(self._servers)
+        return [(url + path, http) for url, http in (*self._servers[at:], *self._servers[:at])]
+
+
+async def _post(servers: Sequence[tuple[str, httpx.AsyncClient]], body: Any) -> tuple[str, Any]:
+    """The address that answered and its JSON: the first that can be reached. Raises WorkerLost when the attempts are spent,
+    DataFailure or ConfigError when refused."""
+    for attempt in range(ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(2 ** (attempt - 1))
+        for url, http in servers:
             try:
-                response = await self._http.post(url, json=body)
-            except httpx.HTTPError as error:
+                response = await http.post(url, json=body)
+            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
                 failure = f"{url}: {type(error).__name__}: {error}"
                 continue
+            except httpx.HTTPError as error:
+                failure = f"{url}: {type(error).__name__}: {error}"
+                break
             failure = f"{url}: HTTP {response.status_code}: {response.text[:200]}"
             if response.is_success:
-                return _parsed(response)
+                return url, _parsed(response)
             if response.status_code in REFUSED:
                 raise DataFailure(url, failure)
             if response.status_code not in BUSY and response.status_code < 500:
                 raise ConfigError(f"rollout.engine: {failure}")
-        raise WorkerLost(f"the server failed {ATTEMPTS} times, last: {failure}")
+            break
+    raise WorkerLost(f"the server failed {ATTEMPTS} times, last: {failure}")
+
+
+def _client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(trust_env=httpx.URL(url).host not in LOOPBACK, timeout=TIMEOUT, headers=headers, limits=limits)
 
 
 def _key(variable: str | None) -> dict[str, str]:

@@ -38,6 +38,9 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
         "rollout/acceptance": collected.acceptance,
         **_reward_metrics(members),
         **_equal_groups(finished),
+        **_by_source("trained", [m for g in trained for m in g.kept]),
+        **_by_source("played", members),
+        **_misjudged([m for g in trained for m in g.scored]),
         **{name: float(count) for name, count in collected.dropped.items()},
         **{f"replay/{name}": float(collected.replay[name]) for name in ("stored", "tasks") if collected.replay},
     }
@@ -79,18 +82,39 @@ def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
     }
 
 
+def _by_source(name: str, members: Sequence[Member]) -> dict[str, float]:
+    counts = Counter(m.summary.source for m in members)
+    return {f"rollout/{name}/{source}": float(count) for source, count in counts.items() if source}
+
+
+def _misjudged(trained: Sequence[Member]) -> dict[str, float]:
+    """The share of right answers that the step makes less likely: others of the group earned more beside being right."""
+    right = [m.advantage < 0 for m in trained if isinstance(m.outcome, Scored) and m.advantage is not None and _is_right(m.outcome)]
+    return {"rollout/right_negative_advantage": mean(map(float, right))} if right else {}
+
+
+def _is_right(outcome: Scored) -> bool:
+    """By the component ``right``, else by more than half of ``accuracy``."""
+    return outcome.components.get("right", outcome.components.get("accuracy", 0.0)) > 0.5
+
+
 def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
     """Over fresh scored members: the policy's performance, before any filter."""
     values: dict[str, list[float]] = defaultdict(list)
+    calls: dict[str, list[float]] = defaultdict(list)
     components: list[Mapping[str, float]] = []
     for member in members:
         if isinstance(member.outcome, Scored) and not member.replayed:
             components.append(member.outcome.components)
             values["reward"].append(member.outcome.value)
-            if member.summary.source:
-                values[f"reward/{member.summary.source}"].append(member.outcome.value)
+            if source := member.summary.source:
+                values[f"reward/{source}"].append(member.outcome.value)
             for name, value in member.outcome.components.items():
                 values[f"reward/component/{name}"].append(value)
+                if source:
+                    values[f"reward/{source}/component/{name}"].append(value)
+                if source and name == "calls":
+                    calls[source].append(value)
             for flag in member.outcome.flags:
                 values[f"flag/{flag}"].append(1.0)
     flags = {name: len(numbers) / len(values["reward"]) for name, numbers in values.items() if name.startswith("flag/")}
@@ -99,6 +123,9 @@ def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
         return {}
     if sure := [c for c in components if "confidence" in c and "right" in c]:
         means["reward/calibration_error"] = calibration_error([c["confidence"] for c in sure], [c["right"] for c in sure])
+    for source, counts in calls.items():
+        about = {"min": min(counts), "max": max(counts), "zero_ratio": counts.count(0) / len(counts)}
+        means |= {f"tool_call_counts/{source}/{name}": value for name, value in about.items()}
     return means | flags | {
         "reward/std": pstdev(values["reward"]), "reward/min": min(values["reward"]), "reward/max": max(values["reward"])
     }  # fmt: skip

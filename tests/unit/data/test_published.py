@@ -29,7 +29,9 @@ from rayloop.data.published.source import ColumnMap, NewSplit, first
 from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.chart_rvr.data import ChartRows
 from rayloop.recipes.pyvision.data import QuestionRows
+from rayloop.run.config import read
 from tests.support.pages import write_snippets
+from tests.support.runs import ROOT
 
 Rows = list[dict[str, Any]]
 CHARTS = ChartRows(ChartRows.Settings(template="direct"))
@@ -128,6 +130,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str, Reader, list[tuple[str, Any]]]] = 
          "direct_attributes/a.png": png()},
         "test", QUESTIONS, [("Which? (A) red", "A")],
     ),
+    "vstar_deepeyes": (
+        {"direct_attributes/a.json": {"target_object": ["cup"], "bbox": [[1, 2, 3, 4]], "question": "Which?",
+                                      "options": ["red", "blue", "green", "grey"]},
+         "direct_attributes/a.jpg": png(), "relative_position/a.json": {"question": "Left?", "options": ["yes", "no"]},
+         "relative_position/a.jpg": png(1)},
+        "direct_attributes", QUESTIONS, [("Question: Which?\nOptions: \nA. red\nB. blue\nC. green\nD. grey\n\n", "A")],
+    ),
     "hr_bench_4k": (
         {"hr_bench_4k.parquet": [HR_BENCH]}, "test", QUESTIONS,
         [("Which?\nA. red\nB. blue\nC. green\nD. grey\nAnswer with the option's letter.", "B")],
@@ -161,6 +170,26 @@ def test_the_published_layout_becomes_tasks(name: str, tmp_path: Path) -> None:
             assert [Path(frame).is_file() for frame in task.extra["videos"][0]] == [True]
         else:
             assert probe(task.images[0])[1] in (56, 60)
+
+
+def test_vstar_is_asked_as_deepeyes_asks_it(tmp_path: Path) -> None:
+    """Both of its folders in one file, with its prompts, of which the reader has the end."""
+    for path, content in LAYOUTS["vstar_deepeyes"][0].items():
+        written(tmp_path / "from" / path, content)
+    options = ("--splits", "test=2", "--out", str(tmp_path / "out"), "--from", str(tmp_path / "from"))
+    assert main(["data", "prepare", "vstar_deepeyes", *options]) == 0
+    config = read(ROOT / "recipes/pyvision/presets/deepeyes_faithful.yaml", [], [recipes.benchmarks()["vstar_deepeyes"]])
+    tasks = {task.source: task for task in Dataset(tmp_path / "out/test.jsonl", config.data.reader.build(), True, print)}
+    assert set(tasks) == {"direct_attributes", "relative_position"}
+    assert [message.role for message in tasks["relative_position"].messages] == ["system", "user"]
+    _, text = tasks["relative_position"].messages[1].parts
+    assert isinstance(text, str)
+    assert text.startswith(
+        "Question: Left?\nOptions: \nA. yes\nB. no\n\n\nThink first, call **image_zoom_in_tool** if needed, then"
+    )
+    assert (config.environment.episode.max_turns, config.environment.episode.environment.use.rpartition(":")[2]) == (
+        11, "VisualToolBoxV2"
+    )  # fmt: skip
 
 
 SCREEN = {"instruction": "Open it.", "bbox": [0.1, 0.2, 0.3, 0.4]}

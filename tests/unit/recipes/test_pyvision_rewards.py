@@ -251,6 +251,7 @@ def test_deepeyes_pays_answer_form_and_looking(
 ) -> None:
     scored = outcome(deepeyes(accuracy=use(judge)), texts, episode(*executed, images=images))
     assert (scored.value, scored.flags) == (pytest.approx(value), flags)
+    assert scored.components["calls"] == executed.count(True)
 
 
 def test_deepeyes_original_reads_the_whole_transcript() -> None:

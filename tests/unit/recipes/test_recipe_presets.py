@@ -64,18 +64,25 @@ def test_a_preset_is_a_valid_run(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("preset", "rows", "epochs", "off"),
-    [("arc_vision/presets/recommended", 900, 3, 16), ("arc_vision/presets/safe", 900, 3, 8), ("arpo/presets/tasks_128", 128, 15, 0),
+    [("arc_vision/arc_vision", 900, 3, 16), ("arc_vision/presets/recommended", 900, 3, 16), ("arc_vision/presets/safe", 900, 3, 8),
+     ("arc_vision/presets/optimised", 900, 3, 16), ("arpo/presets/tasks_128", 128, 15, 0),
      ("arpo/presets/tasks_32", 32, 15, 0), ("arpo/presets/single_machine", 8, 5, 0)],
 )  # fmt: skip
 def test_steps_make_the_epochs_that_are_named(preset: str, rows: int, epochs: int, off: int) -> None:
-    config = read(ROOT / f"recipes/{preset}.yaml", [])
+    """Of what is trained. Where other rows take the place of groups that are left out, more of them are played, and it says so."""
+    path = ROOT / f"recipes/{preset}.yaml"
+    config = read(path, [])
     assert abs(config.steps * config.algorithm.groups_per_step - rows * epochs) <= off
+    filtering = config.algorithm.filtering
+    replaces = bool(filtering.filters) and filtering.max_generation_batches > 1
+    assert ("or more" in path.read_text(encoding="utf-8")) == replaces
 
 
 @pytest.mark.parametrize(
     "preset",
     ["arc_vision/presets/faithful", "arpo/presets/faithful", "arpo/presets/faithful_32", "arpo/presets/tasks_128",
-     "arpo/presets/tasks_32", "arpo/presets/single_machine", "pyvision/presets/deepeyes_faithful", "chart_rvr/presets/faithful",
+     "arpo/presets/tasks_32", "arpo/presets/single_machine", "pyvision/presets/deepeyes_faithful",
+     "pyvision/presets/deepeyes_faithful_32b", "chart_rvr/presets/faithful",
      "chart_rvr/presets/paper", "chart_rvr/presets/safe", "chart_rvr/presets/ultra_fast"],
 )  # fmt: skip
 def test_every_group_of_a_step_is_trained_once(preset: str) -> None:
@@ -143,6 +150,15 @@ def test_held_out_rows_fit_what_the_preset_asks(path: Path, tmp_path: Path) -> N
     task = next(iter(Dataset(str(file), config.data.reader.build(), True, print)))
     model = config.model.model_copy(update={"path": str(ROOT / "recipes/pyvision/tiny")})
     assert len(Renderer(model).prompt(task.messages).token_ids) > 1
+
+
+def test_deepeyes_32b_differs_from_7b_where_its_script_does() -> None:
+    """An engine is spread over four GPUs, and the images of 20 turns have room."""
+    small, large = (read(ROOT / f"recipes/pyvision/presets/deepeyes_faithful{size}.yaml", []) for size in ("", "_32b"))
+    assert large.rollout.engine.model_dump()["extra"] == {**small.rollout.engine.model_dump()["extra"], "tensor_parallel_size": 4}
+    assert (large.model.path, large.rollout.placement.num_gpus) == ("Qwen/Qwen2.5-VL-32B-Instruct", 4)
+    assert (large.environment.episode.max_turns, large.environment.episode.max_images) == (20, 21)
+    assert (large.algorithm, large.reward, large.policy.loss) == (small.algorithm, small.reward, small.policy.loss)
 
 
 def test_pyvision_trains_the_published_numbers_of_trajectories() -> None:

@@ -35,7 +35,7 @@ def test_a_component_and_a_flag_are_metrics(tmp_path: Path, monkeypatch: pytest.
     found = step_metrics(Collected((group,), (group,)), 2)
     assert (found["reward/component/words/mean"], found["flag/silent"]) == (1.0, 0.5)
     assert validate([*found, "val/words/mean"]) == ()
-    assert prometheus("reward/component/words/mean")[1] == {"name": "words"}
+    assert prometheus("reward/component/words/mean")[1] == {"name": "words", "source": ""}
 
 
 def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from rayloop.run.records.metrics import METRICS, prometheus, validate
 from rayloop.run.records.step_metrics import Collected, step_metrics
 from rayloop.run.reporter import Reporter
 from tests.support.runs import settings
+from tests.unit.groups import make_group, make_member
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
 
@@ -46,8 +47,11 @@ def test_unknown_names_are_found_and_families_allowed() -> None:
     [
         ("reward/mean", "rayloop_reward_mean", {"source": ""}),
         ("reward/geo3k/easy/mean", "rayloop_reward_mean", {"source": "geo3k/easy"}),
-        ("reward/component/iou/mean", "rayloop_reward_component_mean", {"name": "iou"}),
+        ("reward/component/iou/mean", "rayloop_reward_component_mean", {"name": "iou", "source": ""}),
         ("ledger/filtered[all_wrong]", "rayloop_ledger", {"state": "filtered[all_wrong]"}),
+        ("reward/geo/component/iou/mean", "rayloop_reward_component_mean", {"name": "iou", "source": "geo"}),
+        ("tool_call_counts/geo3k/easy/max", "rayloop_tool_call_counts_max", {"source": "geo3k/easy"}),
+        ("rollout/trained/geo", "rayloop_rollout_trained", {"source": "geo"}),
         ("actor/logprob_mismatch_k3/lag_2", "rayloop_actor_logprob_mismatch_k3_lag", {"lag": "2"}),
         ("val/reward/mean", "rayloop_val_reward_mean", {"source": ""}),
         ("val/digits/reward/mean", "rayloop_val_reward_mean", {"source": "digits"}),
@@ -90,6 +94,31 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     names = ("rollout/images_sent", "rollout/images_sent_again", "rollout/image_bytes_sent")
     assert [produced[name] for name in names] == [6, 3, 300]
     assert validate(produced) == ()
+
+
+def test_a_source_has_its_components_and_calls() -> None:
+    """Of a mixed step; a right answer that is pushed down is one that others of its group beat by their calls."""
+    rows = [("charts", 1.0, 0, -0.1), ("charts", 1.2, 2, 0.1), ("charts", 0.0, 1, -1.0), ("maps", 0.0, 0, -0.5)]
+    members = tuple(
+        make_member(
+            TrajectoryId(0, i), Scored(value, {"right": float(value >= 1), "calls": calls}), source=source
+        )
+        for i, (source, value, calls, _) in enumerate(rows)
+    )  # fmt: skip
+    members = tuple(replace(member, advantage=row[3]) for member, row in zip(members, rows, strict=True))
+    taken = Group(0, Task("t", ()), members[:3])
+    found = step_metrics(Collected((taken,), (taken, Group(1, Task("u", ()), members[3:]))), target=4)
+    assert found["reward/charts/component/calls/mean"] == 1
+    assert found["reward/charts/component/right/mean"] == pytest.approx(2 / 3)
+    assert [found[f"tool_call_counts/charts/{name}"] for name in ("min", "max", "zero_ratio")] == [0, 2, pytest.approx(1 / 3)]
+    assert found["tool_call_counts/maps/zero_ratio"] == 1
+    assert (found["rollout/trained/charts"], found["rollout/played/maps"], "rollout/trained/maps" in found) == (3, 1, False)
+    assert found["rollout/right_negative_advantage"] == 0.5
+    assert validate(found) == ()
+    judged = [replace(member, outcome=Scored(1.0, {"accuracy": 1.0})) for member in members[:2]]
+    group = Group(0, Task("t", ()), tuple(judged))
+    assert step_metrics(Collected((group,)), target=2)["rollout/right_negative_advantage"] == 0.5
+    assert "rollout/right_negative_advantage" not in step_metrics(Collected((make_group(0, [1.0, 0.0]),)), target=2)
 
 
 def test_rates_are_those_of_a_step_without_its_evaluation(tmp_path: Path) -> None:
