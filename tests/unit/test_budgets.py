@@ -15,7 +15,7 @@ from rayloop.run.config import RunConfig
 from tests.support.runs import ROOT
 
 KEYS = 120
-LINES = 46_520
+LINES = 46_900
 CLUSTER_LINES = 4_500
 SUPERVISION_LINES = 2_100
 MODULES = 15
