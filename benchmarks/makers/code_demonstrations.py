@@ -1,6 +1,6 @@
 """Demonstrations for PyVision's tiny model: ``python -m benchmarks.makers.code_demonstrations OUT --rows N`` writes demos.jsonl.
 
-Each row is a scene with an expert's code and with the answer of the interpreter of quickstart.yaml to it.
+Each row is a scene with an expert's code and with the answer to it of the interpreter of ``--config`` (quickstart.yaml).
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class CodeDemonstrations:
         return rng.choice(list(DOTS) if task.source == "dot" else [str(n) for n in range(1, MOST + 1)])
 
 
-def demonstrated(out: Path, rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def demonstrated(out: Path, rows: Sequence[dict[str, Any]], config: Path = QUICKSTART) -> Iterator[dict[str, Any]]:
     """The rows with ``code`` and with ``seen``, the interpreter's answer to it. Raises EnvironmentFailed if it showed none."""
-    configured = load(QUICKSTART, (), RunConfig).environment.episode.environment
+    configured = load(config, (), RunConfig).environment.episode.environment
     reader = QuestionRows(QuestionRows.Settings())
     for row in rows:
         environment: Environment = configured.build()
@@ -125,8 +125,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.makers.code_demonstrations")
     parser.add_argument("out", type=Path, help="folder to write into")
     parser.add_argument("--rows", type=int, required=True)
+    parser.add_argument("--config", type=Path, default=QUICKSTART, help="the run whose interpreter answers")
     chosen = parser.parse_args()
-    write_rows(chosen.out, "demos", demonstrated(chosen.out, list(drawn(chosen.out, "demos", chosen.rows))))
+    write_rows(chosen.out, "demos", demonstrated(chosen.out, list(drawn(chosen.out, "demos", chosen.rows)), chosen.config))
     return 0
 
 
