@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     making.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help names them")
     making.set_defaults(run=_prepare)
     checking = actions.add_parser("validate", help="name the rows that a run could not use")
-    file = "YAML file of a run (its data, read as the run would), JSONL or parquet"
+    file = "YAML file of a run (its data, read as the run would), JSONL, JSON array or parquet"
     checking.add_argument("file", type=Path, metavar="FILE", help=file)
     add_overrides(checking, "with a run: values to change")
     reader = "rayloop.data.dataset:ChatRows"

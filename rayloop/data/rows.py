@@ -14,8 +14,8 @@ _ARRAY = "is a JSON array"
 
 
 def rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of each row, or a DataFailure for a bad line; in arrays and parquet file:number. Raises ConfigError for a file
-    that is missing or no data."""
+    """(file:line, row) of each row, or a DataFailure for a bad line; in arrays and parquet file:number. Raises ConfigError for a
+    file that is missing or no data."""
     if not path.is_file():
         raise ConfigError(f"{path} is no file; data files are JSONL, a JSON array or parquet")
     if path.suffix == ".parquet":
@@ -73,7 +73,7 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         found = json.loads(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} begins like a JSON array and is none: {error}. Correct it, or write one object per line") from error
+        raise ConfigError(f"{path} begins like a JSON array and is none: {error}. Correct it, or write a row per line") from error
     for number, row in enumerate(found, start=1):
         yield f"{path}:{number}", row
 

@@ -259,7 +259,7 @@ def test_one_command_plays_a_row_as_its_authors_publish_it(
         shown = {**PARTS, "images": [{"bytes": picture(96, 64), "path": None}], "env_name": "visual_toolbox_v2"}
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([shown]), tmp_path / file)
     given = [f"data.train={tmp_path / file}", f"model.path={ROOT}/recipes/pyvision/tiny", "rollout.sampling.max_tokens=8"]
-    given.append("reward.source={use: 'rayloop.recipes.pyvision.verifiers:OptionReward'}")  # asks no judge, which is not served here
+    given.append("reward.source={use: 'rayloop.recipes.pyvision.verifiers:OptionReward'}")  # no judge is served here
     code = main(["try", f"{ROOT}/recipes/pyvision/presets/{preset}.yaml", *given])
     shown_text = "".join(capsys.readouterr())
     assert "Which?" in shown_text
