@@ -85,7 +85,10 @@ def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> N
 OPTIONS = "What is the material of the glove?\n(A) rubber\n(B) cotton\n(C) kevlar\n(D) leather\nAnswer with the option's letter."
 MADE: dict[str, dict[str, Any]] = {
     "arc_vision": {"instruction": "open the settings of the notifications", "bbox": [0.1, 0.2, 0.3, 0.4], "page": "windows"},
-    "chart_rvr": {"query": "In which year did the share of the largest of the three countries first exceed 12.5 %?", "label": "2010"},
+    "chart_rvr": {
+        "query": "In which year did the share of the largest of the three countries first exceed 12.5 %?",
+        "label": "2010",
+    },
     "pyvision": {"question": OPTIONS, "answer": "A", "kind": "direct_attributes"},
 }
 """A row of each recipe's benchmarks, as ``data prepare`` writes it."""
