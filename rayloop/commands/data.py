@@ -147,12 +147,12 @@ def _counted(counts: tuple[int, int] | None) -> dict[str, int]:
 
 
 def _played(chosen: argparse.Namespace, file: Path) -> Path:
-    """The folder of an evaluation of the checkpoint: one greedy answer and ``attempts`` sampled ones a row. Raises RayloopError."""
+    """The folder of an evaluation of the checkpoint: ``attempts`` sampled answers a row. Raises RayloopError."""
     if chosen.config is None:
         raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
     out = chosen.out / "solvable"
     asked = [chosen.config, "--checkpoint", chosen.by, "--data", file, "--samples", chosen.attempts, "--out", out]
-    command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked)]
+    command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked), "evaluation.greedy=false", f"data.train={file}"]
     code = subprocess.run(command).returncode
     if code not in (0, 1) or not (out / ITEMS).is_file():
         raise RayloopError(f"{' '.join(command[1:])} ended with {code}; its output is above")
