@@ -34,7 +34,8 @@ FIELDS = {
         "performance_category", "difficulty_category", "confidence",
     ),
     "tool_patterns": (
-        "tools_used", "tool_count", "actual_iou", "tool_effective", "ground_truth_area", "used_zoom", "used_wait", "used_inspect", "multiple_tools",
+        "tools_used", "tool_count", "actual_iou", "tool_effective", "ground_truth_area", "used_zoom", "used_wait", "used_inspect",
+        "multiple_tools",
     ),
     "contradictions": (
         "actual_iou", "tools_used", "tool_count", "reasoning_length", "contradictions", "contradiction_count", "reasoning_snippet",
