@@ -226,7 +226,7 @@ def _sha256(files: list[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"{file} is no file; data files are JSONL or parquet")
+            raise ConfigError(f"{file} is no file; data files are JSONL, a JSON array or parquet")
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

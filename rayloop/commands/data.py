@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     making.add_argument("options", nargs=argparse.REMAINDER, metavar="...", help="its own options; --help names them")
     making.set_defaults(run=_prepare)
     checking = actions.add_parser("validate", help="name the rows that a run could not use")
-    file = "YAML file of a run (its data, read as the run would), JSONL or parquet"
+    file = "YAML file of a run (its data, read as the run would), JSONL, JSON array or parquet"
     checking.add_argument("file", type=Path, metavar="FILE", help=file)
     add_overrides(checking, "with a run: values to change")
     reader = "rayloop.data.dataset:ChatRows"
@@ -147,12 +147,12 @@ def _counted(counts: tuple[int, int] | None) -> dict[str, int]:
 
 
 def _played(chosen: argparse.Namespace, file: Path) -> Path:
-    """The folder of an evaluation of the checkpoint: one greedy answer and ``attempts`` sampled ones a row. Raises RayloopError."""
+    """The folder of an evaluation of the checkpoint: ``attempts`` sampled answers a row. Raises RayloopError."""
     if chosen.config is None:
         raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
     out = chosen.out / "solvable"
     asked = [chosen.config, "--checkpoint", chosen.by, "--data", file, "--samples", chosen.attempts, "--out", out]
-    command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked)]
+    command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked), "evaluation.greedy=false", f"data.train={file}"]
     code = subprocess.run(command).returncode
     if code not in (0, 1) or not (out / ITEMS).is_file():
         raise RayloopError(f"{' '.join(command[1:])} ended with {code}; its output is above")

@@ -95,28 +95,29 @@ def are_adapters(folder: Path) -> bool:
     return (folder / ADAPTERS[0]).is_file() and not (folder / "config.json").is_file()
 
 
-def resolve(path: str, revision: str | None = None, *, weights: bool = False) -> Resolved:
+def resolve(path: str, revision: str | None = None, *, weights: bool = False, key: str = "model.path") -> Resolved:
     """The files of a model: a local folder, or a model of the Hub at ``revision`` (commit, tag, branch; None: main), downloaded if
-    the cache lacks it. Without an answer of the Hub the cached commit is taken. Raises ConfigError."""
+    the cache lacks it. Without an answer of the Hub the cached commit is taken. Raises ConfigError that names ``key``, where the
+    path stands."""
     if Path(path).is_dir():
         if revision is not None:
             raise ConfigError(f"model.revision: {revision}: {path} is a folder, which has no revisions. Leave it out")
         if are_adapters(Path(path)):
             merge = f"python -m rayloop export {path} OUT"
-            raise ConfigError(f"model.path: {path} holds adapters without their model. Merge them: {merge}, then model.path=OUT")
+            raise ConfigError(f"{key}: {path} holds adapters without their model. Merge them: {merge}, then {key}=OUT")
         return Resolved(Path(path))
     if not HUB_NAME.fullmatch(path):
-        raise ConfigError(f"model.path: {path} is no folder here, and no name on the Hub (owner/name)")
+        raise ConfigError(f"{key}: {path} is no folder here, and no name on the Hub (owner/name)")
     commit, why = _commit(path, revision)
     cached = _cached(path, commit or revision)
     if cached is not None and (cached.whole or not weights):
         return cached
     if commit is None or why:
         raise ConfigError(
-            f"model.path: {path} is no folder here, the cache does not have {'all of ' * weights}it, and the Hub cannot be asked: "
-            f"{why}. On a machine that reaches it: hf download {path} --local-dir FOLDER, then model.path=FOLDER"
+            f"{key}: {path} is no folder here, the cache does not have {'all of ' * weights}it, and the Hub cannot be asked: "
+            f"{why}. On a machine that reaches it: hf download {path} --local-dir FOLDER, then {key}=FOLDER"
         )
-    return Resolved(_downloaded(path, commit, weights), commit)
+    return Resolved(_downloaded(path, commit, weights, key), commit)
 
 
 def _commit(path: str, revision: str | None) -> tuple[str | None, str]:
@@ -171,7 +172,7 @@ def _cached(path: str, revision: str | None) -> Resolved | None:
     return Resolved(folder, folder.name) if texts else None
 
 
-def _downloaded(path: str, commit: str, weights: bool) -> Path:
+def _downloaded(path: str, commit: str, weights: bool, key: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
@@ -182,5 +183,5 @@ def _downloaded(path: str, commit: str, weights: bool) -> Path:
         return folder
     except Exception as error:  # as above; a disk may also be full
         raise ConfigError(
-            f"model.path: {path} at {commit} could not be downloaded: {type(error).__name__}: {str(error)[:300]}"
+            f"{key}: {path} at {commit} could not be downloaded: {type(error).__name__}: {str(error)[:300]}"
         ) from error

@@ -1,4 +1,4 @@
-"""Rows of a JSONL or parquet file as tasks. A row that cannot become a task is quarantined with its place and the reason."""
+"""Rows of a data file as tasks. A row that cannot become a task is quarantined with its place and the reason."""
 
 from __future__ import annotations
 

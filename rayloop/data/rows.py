@@ -1,4 +1,4 @@
-"""The rows of a data file, JSONL or parquet, with the place of each; a file of another shape is refused with advice."""
+"""The rows of a data file, JSONL, a JSON array or parquet, with the place of each; another shape is refused with advice."""
 
 import json
 from collections.abc import Iterator
@@ -10,16 +10,22 @@ from rayloop.core.failures import ConfigError, DataFailure
 _HEAD = 2**20
 """Bytes that show the shape of a file."""
 _NEEDED = "one JSON object per line is needed"
+_ARRAY = "is a JSON array"
 
 
 def rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of each row, or a DataFailure for a bad line. Raises ConfigError for a file that is missing or no data."""
+    """(file:line, row) of each row, or a DataFailure for a bad line; in arrays and parquet file:number. Raises ConfigError for a
+    file that is missing or no data."""
     if not path.is_file():
-        raise ConfigError(f"{path} is no file; data files are JSONL or parquet")
+        raise ConfigError(f"{path} is no file; data files are JSONL, a JSON array or parquet")
     if path.suffix == ".parquet":
         yield from _parquet(path)
         return
-    if shape := _other_shape(path):
+    shape = _other_shape(path)
+    if shape.startswith(_ARRAY) and path.suffix == ".json":
+        yield from _array(path)
+        return
+    if shape:
         raise ConfigError(f"{path} {shape}")
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -49,7 +55,7 @@ def _other_shape(path: Path) -> str:
     if path.suffix in (".csv", ".tsv") and not first.startswith(b"{"):
         return f"is a table; {_NEEDED}: pandas.read_csv(FILE).to_json('rows.jsonl', orient='records', lines=True)"
     if first.startswith(b"[") and (second is None or not _is_json(first)):
-        return f"is a JSON array; {_NEEDED}: jq -c '.[]' FILE > rows.jsonl"
+        return f"{_ARRAY}; name it .json"
     if first.startswith(b"{") and second is not None and not second.startswith(b"{") and not _is_json(first):
         return f"holds JSON objects over several lines; {_NEEDED}: jq -c . FILE > rows.jsonl"
     return ""
@@ -61,6 +67,15 @@ def _is_json(line: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
+
+
+def _array(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        found = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} begins like a JSON array and is none: {error}. Correct it, or write a row per line") from error
+    for number, row in enumerate(found, start=1):
+        yield f"{path}:{number}", row
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ class TextEmbedder:
         """Threads of torch on the CPU. Raise it where the reward is waited for."""
 
     def __init__(self, settings: TextEmbedder.Settings) -> None:
-        folder = resolve(settings.model, weights=True).folder
+        folder = resolve(settings.model, weights=True, key="reward.source.with.embedder.with.model").folder
         if settings.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError(f"embedder device {settings.device}: this process sees no GPU; set device: cpu, or give it a share")
         if settings.device == "cpu":

@@ -171,15 +171,21 @@ def summarise(items: Sequence[Item], unscored: int) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> list[str]:
-    """The summary as lines of text."""
-    lines = [f"{summary['items']} items, mean and 95 % interval (bootstrap over items)"]
-    lines += _rows("", summary["arms"])
-    if len(summary["sources"]) > 1:
-        lines += ["by source, right image:", *_rows("  ", summary["sources"])]
-    for column, rows in summary.get("by", {}).items():
-        lines += [f"by {column}, right image:", *_rows("  ", rows)]
+    """The summary as lines of text. Where the run names a score (``evaluation.solved``), tables have that one, and a line the means
+    of the others. Sources are shown where no other column is asked for."""
+    arms, by, main = summary["arms"], summary.get("by", {}), summary.get("solved", "").partition(" ")[0]
+    first = next(iter(arms), "")
+    only = (main,) if main != "reward" and all(main in row for row in arms.values()) else ()
+    lines = [f"{summary['items']} items, mean and 95 % interval (bootstrap over items)", *_rows("", arms, only)]
+    if only and (others := [f"{score} {found[0]:.3f}" for score, found in arms.get(first, {}).items() if score != main]):
+        lines.append(f"other means, {first}: " + "  ".join(others))
+    if not by and len(summary["sources"]) > 1:
+        lines += ["by source, right image:", *_rows("  ", summary["sources"], only)]
+    for column, rows in by.items():
+        lines += [f"by {column}, right image:", *_rows("  ", rows, only)]
         if average := summary.get("cells", {}).get(column):
-            lines.append(f"  mean of these {len(rows)}  " + "  ".join(f"{score} {mean:.3f}" for score, mean in average.items()))
+            means = (f"{score} {mean:.3f}" for score, mean in average.items() if score in (only or average))
+            lines.append(f"  mean of these {len(rows)}  " + "  ".join(means))
     for k, found in summary.get("pass_at", {}).items():
         lines.append(f"pass@{k}  {_shown(found)}  (an answer is right with {summary['solved']})")
     if cut := summary.get("cut"):
@@ -205,10 +211,11 @@ def verdict(differences: Table) -> str:
     return f"No evidence that the policy looks: the right image is not above {', '.join(failing)}."
 
 
-def _rows(indent: str, rows: Table) -> list[str]:
+def _rows(indent: str, rows: Table, only: Sequence[str] = ()) -> list[str]:
+    """A line of each row, with all scores or those of ``only``."""
     width = max((len(name) for name in rows), default=0)
     return [
-        f"{indent}{name:<{width}}  " + "  ".join(f"{score} {_shown(found)}" for score, found in by.items())
+        f"{indent}{name:<{width}}  " + "  ".join(f"{score} {_shown(by[score])}" for score in only or by if score in by)
         for name, by in rows.items()
     ]
 

@@ -51,7 +51,7 @@ class DataSettings(SettingsModel):
     """The tasks: training rows, held-out rows, their reader and order."""
 
     train: LocalPath
-    """JSONL or parquet file of the training rows. Images are resolved relative to its folder."""
+    """JSONL, JSON array or parquet file of the training rows. Images are resolved relative to its folder."""
     eval: LocalPath | None = None
     """Held-out rows for ``evaluation``. Without them nothing shows whether the policy learns or memorises."""
     reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.data.dataset:ChatRows")

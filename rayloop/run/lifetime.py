@@ -114,10 +114,10 @@ class EvaluationSettings(SettingsModel):
     of its own. 4 show a gain of a few hundredths on a hundred rows. With ``greedy: false`` there is nothing but them."""
     solved: Annotated[str, AfterValidator(_solved)] = "reward"
     """Which answers are right, for pass@k and for the tasks that a policy can solve: from 1 on of the reward, or of one of its
-    components, such as ``success``; ``iou >= 0.5`` for a share."""
+    components, such as ``success``; ``iou >= 0.5`` for a share. The tables of ``eval`` show this score."""
     by: tuple[str, ...] = ()
-    """Columns of the rows by whose values ``eval`` also shows the means, such as ``platform`` and ``element`` of ScreenSpot;
-    ``platform+element`` by both together."""
+    """Columns of the rows by whose values ``eval`` shows the means, in place of the rows' source, such as ``platform`` and
+    ``element`` of ScreenSpot; ``platform+element`` by both together."""
     controls: bool = False
     """Before the first and after the last step, also play wrong images: does the policy look? On for evidence about images."""
     blind: Component | None = None

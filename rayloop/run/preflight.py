@@ -24,8 +24,8 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
     for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if path is not None and not Path(path).is_file():
             raise ConfigError(
-                f"{key}: {path} is no file (seen from {Path.cwd()}). It must be a JSONL or parquet file of rows; the recipe's "
-                f"README says how to get one. Set it with {key}=FILE"
+                f"{key}: {path} is no file (seen from {Path.cwd()}). It must be a file of rows (JSONL, JSON array, parquet); the "
+                f"recipe's README says how to get one. Set it with {key}=FILE"
             )
     installed(config.loggers)
     held_in(config)

@@ -34,10 +34,14 @@ FIELDS = {
         "performance_category", "difficulty_category", "confidence",
     ),
     "tool_patterns": (
-        "tools_used", "tool_count", "actual_iou", "ground_truth_area", "used_zoom", "used_wait", "used_inspect", "multiple_tools",
+        "tools_used", "tool_count", "actual_iou", "tool_effective", "ground_truth_area", "used_zoom", "used_wait", "used_inspect",
+        "multiple_tools",
+    ),
+    "contradictions": (
+        "actual_iou", "tools_used", "tool_count", "reasoning_length", "contradictions", "contradiction_count", "reasoning_snippet",
     ),
 }  # fmt: skip
-FILES = (*FIELDS, "contradictions")
+FILES = tuple(FIELDS)
 TOOLS = ("zoom", "crop", "wait", "inspect")
 """Names of tools: the first that a call contains is its name. Other calls are counted without a name."""
 UNSURE = ("unclear", "difficult", "hard to see", "not sure")
@@ -77,21 +81,22 @@ def _lines(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, dict[st
     names = [name for call in calls if (name := next((tool for tool in TOOLS if tool in call), ""))]
     reasoning = "\n".join(part for tag in ("reasoning", "think") for text in texts for part in inside(tag, text)).strip()
     overlap, small, edge = found["iou"], bool(found["small"]), bool(found["edge"])
+    odd = _contradictions(len(calls), overlap, reasoning)
     facts = {
         "prompt_length": record["length"] - record["sampled_tokens"], "response_length": record["sampled_tokens"],
         "reasoning_text": reasoning, "reasoning_length": len(reasoning), "has_reasoning": bool(reasoning),
-        "tools_used": names, "tool_used": bool(calls), "has_tool_calls": bool(calls), "multiple_tools": len(calls) > 1,
+        "tools_used": names, "tool_used": bool(calls), "has_tool_calls": bool(calls), "multiple_tools": len(names) > 1,
         "tool_invocations": len(calls), "tool_count": len(calls), "used_zoom": "zoom" in names or "crop" in names,
         "used_wait": "wait" in names, "used_inspect": "inspect" in names, "tool_effective": bool(calls) and overlap > 0.5,
         "actual_iou": overlap, "ground_truth_bbox": truth, "bbox_area": found["area"], "ground_truth_area": found["area"],
         "is_small_object": small, "is_edge_object": edge, "difficulty_category": "hard" if small else "medium" if edge else "easy",
         "performance_category": _performance(overlap), "confidence": confidence(texts[-1]),
+        "contradictions": odd, "contradiction_count": sum(odd.values()),
+        "reasoning_snippet": reasoning[:SNIPPET] + "..." * (len(reasoning) > SNIPPET),
     }  # fmt: skip
     for name, fields in FIELDS.items():
-        yield name, {field: facts[field] for field in fields}
-    odd = _contradictions(len(calls), overlap, reasoning)
-    if any(odd.values()):
-        yield "contradictions", {**odd, "contradiction_count": sum(odd.values()), "reasoning_snippet": reasoning[:SNIPPET]}
+        if name != "contradictions" or any(odd.values()):
+            yield name, {field: facts[field] for field in fields}
 
 
 def _performance(overlap: float) -> str:

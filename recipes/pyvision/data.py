@@ -29,9 +29,9 @@ def published_text(name: str) -> str:
 
 
 class QuestionRows:
-    """Reads PyVision's rows (``mm_hint``, ``reward_model``, ``extra_info``) or flat ones {id, image, question, answer, kind}; flat
-    ones may have ``videos`` (animated pictures, or lists of frames), which only code sees. ``kind`` is the source, which splits the
-    metrics."""
+    """Reads rows as published (``extra_info`` and ``reward_model`` with PyVision's ``mm_hint`` or DeepEyes' ``images``; {question,
+    answer, image_path}) or flat ones {id, image, question, answer, kind}, which may have ``videos`` (animated pictures, or lists of
+    frames) that only code sees. ``kind`` is the source, which splits the metrics."""
 
     class Settings(SettingsModel):
         prompt: str = "{question}"
@@ -49,7 +49,7 @@ class QuestionRows:
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task. Raises DataFailure."""
-        flat = _flat(row, where) if "mm_hint" in row else row
+        flat = _flat(row, where)
         videos = _videos(flat["videos"], where, root) if flat.get("videos") else []
         images = [image_entry(field(flat, "image", where), where, root)] if flat.get("image") or not videos else []
         own, kind = row.get("prompt"), row.get("env_name") or row.get("environment")
@@ -62,12 +62,13 @@ class QuestionRows:
             messages = self._chat.task(shown, where, root).messages
         else:
             messages = _asked(self._settings.published, flat, images, videos, where)
+        kept = {name: value for name, value in flat.items() if name != "image"}
         return Task(
             str(field(flat, "id", where)),
             messages,
             str(field(flat, "answer", where)),
             str(flat.get("kind", "")),
-            {**flat, "root": str(root), **({"videos": videos} if videos else {})},
+            {**kept, "root": str(root), **({"videos": videos} if videos else {})},
             str(kind or ""),
         )
 
@@ -139,13 +140,18 @@ def _videos(entries: Any, where: str, root: Path) -> list[str | list[str]]:
     return [str(root / one) if isinstance(one, str) else [str(root / str(frame)) for frame in one] for one in entries]
 
 
-def _flat(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    hint, extra = field(row, "mm_hint", where), field(row, "extra_info", where)
-    if field(hint, "hint_type", where) != "image":
+def _flat(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A published row as a flat one; a flat one as it is. Raises DataFailure."""
+    if "image" in row or "videos" in row or not {"mm_hint", "extra_info", "image_path"} & row.keys():
+        return row
+    if "extra_info" not in row and "mm_hint" not in row:
+        return {"id": Path(where).name, "kind": row.get("data_source", ""), **row, "image": row["image_path"]}
+    hint, extra = row.get("mm_hint"), field(row, "extra_info", where)
+    if hint and field(hint, "hint_type", where) != "image":
         raise DataFailure(where, f"only hints that are images are read, not {hint['hint_type']!r}")
     return {
-        "id": str(field(extra, "index", where)),
-        "image": field(hint, "hint_path", where),
+        "id": str(field(extra, "index", where)) if hint else Path(where).name,
+        "image": field(hint, "hint_path", where) if hint else field(row, "images", where)[0],
         "question": field(extra, "question", where),
         "answer": field(field(row, "reward_model", where), "ground_truth", where),
         "kind": str(row.get("data_source", "")),

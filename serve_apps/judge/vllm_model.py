@@ -21,7 +21,7 @@ class VllmModel(CompletionModel):
     def __init__(self, settings: VllmBackendSettings) -> None:
         about = {**settings.engine.model_dump(include={"dtype", "extra"}), "max_tokens": settings.max_tokens}
         super().__init__(settings.model, settings.max_tokens, {"logprobs": True, "top_logprobs": TOP}, about)
-        model = resolve(settings.model, settings.revision, weights=True)
+        model = resolve(settings.model, settings.revision, weights=True, key="backend.model")
         # The engine's scratch folder lies within Ray's own and goes with it: a replica that is killed cannot remove anything.
         scratch = tempfile.mkdtemp(prefix="judge-", dir=ray.get_runtime_context().get_temp_dir())
         self._engine = VllmChat(str(model.folder), settings.engine.placed(settings.gpus, None), scratch, settings.model)

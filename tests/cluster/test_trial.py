@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import ray
 import yaml
@@ -16,7 +18,8 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult
 from rayloop.core.types import Message, Task, Trajectory
-from tests.support.runs import settings
+from tests.support.pictures import picture
+from tests.support.runs import ROOT, settings
 
 PAGES = Path(__file__).parents[1] / "data" / "grounding"
 Try = Callable[..., tuple[int, str]]
@@ -235,6 +238,35 @@ def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, gr
     assert "rows.jsonl:1: " in text.partition("rows.jsonl:2: task")[0], "the row that was passed over is named"
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[0]) + "\n", encoding="utf-8")
     assert "the images of none of its 1 rows can be shown" in try_it(**mine)[1]
+
+
+PARTS: dict[str, Any] = {
+    "data_source": "vstar", "reward_model": {"ground_truth": "A", "style": "model"},
+    "prompt": [{"role": "user", "content": "<image>\nWhich?"}], "extra_info": {"index": "0", "question": "Which?"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("preset", "file"), [("faithful", "rows.json"), ("deepeyes_faithful", "rows.parquet")])
+def test_one_command_plays_a_row_as_its_authors_publish_it(
+    preset: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.png").write_bytes(picture(96, 64))
+    if file == "rows.json":
+        hint = {"hint_path": "a.png", "hint_type": "image"}
+        row = {**PARTS, "mm_hint": hint, "env_name": "pyvision_gym_w_image_hint"}
+        (tmp_path / file).write_text(json.dumps([row], indent=1), encoding="utf-8")
+    else:
+        shown = {**PARTS, "images": [{"bytes": picture(96, 64), "path": None}], "env_name": "visual_toolbox_v2"}
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([shown]), tmp_path / file)
+    given = [f"data.train={tmp_path / file}", f"model.path={ROOT}/recipes/pyvision/tiny", "rollout.sampling.max_tokens=8"]
+    given.append("reward.source={use: 'rayloop.recipes.pyvision.verifiers:OptionReward'}")  # no judge is served here
+    code = main(["try", f"{ROOT}/recipes/pyvision/presets/{preset}.yaml", *given])
+    shown_text = "".join(capsys.readouterr())
+    assert "Which?" in shown_text
+    assert "image 1: 96x64 pixels" in shown_text
+    assert 'truth: "A"' in shown_text
+    assert "2 of 2 answers have a reward" in shown_text
+    assert code == 0
 
 
 @pytest.mark.parametrize(("command", "said"), [("try", "interrupted"), ("train", "interrupted before anything could be saved")])

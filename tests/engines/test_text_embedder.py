@@ -63,6 +63,10 @@ def test_texts_are_cut_at_the_models_own_limit(folder: Path) -> None:
 def test_a_folder_without_a_model_and_a_gpu_that_is_not_there_are_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"embedder model {tmp_path}"):
         embedder(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"^reward\.source\.with\.embedder\.with\.model: no/such/name is no folder here, and no name"
+    ):
+        embedder(Path("no/such/name"))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="sees no GPU"):
             TextEmbedder(TextEmbedder.Settings(model=str(folder), device="cuda"))

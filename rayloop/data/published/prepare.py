@@ -11,6 +11,7 @@ import json
 import math
 import random
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from rayloop.data.dataset import image_entry
 from rayloop.data.images import FORMATS, probe
 from rayloop.data.images import read as read_image
 from rayloop.data.published.films import FRAMES_PER_SECOND, taken_apart
-from rayloop.data.published.source import ColumnMap, NewSplit, entries, folder, mapped, present
+from rayloop.data.published.source import ColumnMap, NewSplit, entries, folder, fractions, mapped, present
 
 SHOWN = 5
 """Reasons for rows left out that are named; the others are counted."""
@@ -314,22 +315,33 @@ class Pictures:
         return path, *self._sizes[path]
 
     def frames(self, entry: Any, beside: str, where: str) -> tuple[list[Any], list[float]]:
-        """Of each video the path of an animated picture, or those of its frames (a film is taken apart into them), and its frames
-        per second, 0 where only a film would say. Raises DataFailure."""
+        """Of each video the path, relative to ``out``, of an animated picture, or those of its frames (a film is taken apart into
+        them), and its frames per second, 0 where only a film would say. Raises DataFailure."""
         found: list[Any] = []
         rates: list[float] = []
         for one in entry if isinstance(entry, list | tuple) else (entry,):
             path = self._found(str(one), beside, where, or_folder=True)
             folder, rate = path if path.is_dir() else path.with_suffix(""), 0.0
             if path.suffix.lower() in ANIMATED and path.is_file():
-                found.append(str(path.resolve()))
+                found.append(self._relative(path))
             elif folder.is_dir() and (shots := sorted(p for p in folder.iterdir() if p.suffix.lower() in FRAMES)):
-                found.append([str(shot.resolve()) for shot in shots])
+                found.append([self._relative(shot) for shot in shots])
             else:
                 made, rate = taken_apart(path, self._out / "frames", self._fps, where)
-                found.append([str(frame.resolve()) for frame in made])
+                found.append([self._relative(frame) for frame in made])
             rates.append(rate)
         return found, rates
+
+    def _relative(self, file: Path) -> str:
+        """The path relative to ``out`` of a picture of a video, which is copied there unless it lies there."""
+        out, file = self._out.resolve(), file.resolve()
+        if not file.is_relative_to(out):
+            copy = out / "frames" / f"{file.parent.name}-{hashlib.sha256(str(file.parent).encode()).hexdigest()[:8]}" / file.name
+            if not copy.is_file() or copy.stat().st_size != file.stat().st_size:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
+            file = copy
+        return str(file.relative_to(out))
 
     def _bytes(self, entry: Any, beside: str, where: str) -> bytes:
         value = entry
@@ -375,18 +387,3 @@ def _plain(data: bytes, where: str) -> bytes:
             return file.getvalue()
     except (OSError, ValueError, SyntaxError) as error:
         raise DataFailure(where, f"no readable image: {error}") from error
-
-
-def fractions(box: Any, kind: str, width: int, height: int, where: str) -> list[float]:
-    """Corners [x1, y1, x2, y2] as fractions of the image; ``kind`` as in ``ColumnMap.boxes``. Raises DataFailure for others."""
-    try:
-        a, b, c, d = map(float, () if isinstance(box, str) else box)
-    except (TypeError, ValueError) as error:
-        raise DataFailure(where, f"a box has four numbers, not {box!r:.100}") from error
-    if kind == "pixels_and_size":
-        c, d = a + c, b + d
-    if kind != "fractions":
-        a, b, c, d = a / width, b / height, c / width, d / height
-    if not (0 <= a < c <= 1 and 0 <= b < d <= 1):
-        raise DataFailure(where, f"the box {box} ({kind}) lies outside the image of {width} x {height} pixels, or is empty")
-    return [a, b, c, d]

@@ -47,6 +47,8 @@ class ColumnMap(SettingsModel):
     """Our column -> a value that all rows have, such as ``data_source``."""
     values: dict[str, dict[str, Any]] = {}
     """Our column -> their value (as text) -> ours, for labels that are numbers or abbreviations. Others stay as they are."""
+    closed: tuple[str, ...] = ()
+    """Our columns of ``values`` that have no others: a row with one is left out."""
     image_folders: tuple[str, ...] = (".",)
     """Folders that image paths are relative to, tried in turn: below the data set's, and beside the row's file."""
     archives: tuple[str, ...] = ()
@@ -79,7 +81,11 @@ def mapped(how: ColumnMap, row: Mapping[str, Any]) -> dict[str, Any]:
     for ours, theirs in (how.columns | how.optional).items():
         value = first(row, theirs)
         if value is not None:
-            made[ours] = how.values.get(ours, {}).get(str(value), value)
+            known = how.values.get(ours, {})
+            made[ours] = known.get(str(value), value)
+            if ours in how.closed and made[ours] not in known.values():
+                words = ", ".join(dict.fromkeys(map(str, (*known, *known.values()))))
+                raise DataFailure(f"{row['@file']}, row {row['@index']}", f"{ours} {value!r:.100} is none of {words}")
         elif ours in how.columns:
             names = " or ".join((theirs,) if isinstance(theirs, str) else theirs)
             present = ", ".join(name for name in list(row)[:20] if not name.startswith("@"))
@@ -212,3 +218,25 @@ def _listed(path: Path, rows_at: str) -> list[Any]:
     if not isinstance(value, list):
         raise ConfigError(f"{path} holds no list of rows{f' under {rows_at!r}' if rows_at else ''}")
     return value
+
+
+def fractions(box: Any, kind: str, width: int, height: int, where: str) -> list[float]:
+    """Corners [x1, y1, x2, y2] as fractions of the image; ``kind`` as in ``ColumnMap.boxes``. Raises DataFailure for others."""
+    try:
+        a, b, c, d = map(float, () if isinstance(box, str) else box)
+    except (TypeError, ValueError) as error:
+        raise DataFailure(where, f"a box has four numbers, not {box!r:.100}") from error
+    if kind == "pixels_and_size":
+        c, d = a + c, b + d
+    if kind != "fractions":
+        a, b, c, d = a / width, b / height, c / width, d / height
+    if 0 <= a < c <= 1 and 0 <= b < d <= 1:
+        return [a, b, c, d]
+    why = f"lies outside the image of {width} x {height} pixels"
+    if a == c or b == d:
+        why = "has no width or no height"
+    elif kind == "fractions" and max(a, b, c, d) > 1:
+        why = "has values above one, so it is in pixels: say so in the map (boxes)"
+    elif a > c or b > d:
+        why = "has its corners reversed"
+    raise DataFailure(where, f"the box {box} ({kind}) {why}")

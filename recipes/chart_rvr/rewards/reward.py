@@ -160,7 +160,7 @@ def counter(model: str) -> Count:
     """The counter of tokens: the model's tokenizer, or ``pieces`` without a model. Raises ConfigError."""
     if not model:
         return pieces
-    tokenizer = load_tokenizer(resolve(model).folder)
+    tokenizer = load_tokenizer(resolve(model, key="reward.source.with.length.tokenizer").folder)
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 

@@ -90,6 +90,11 @@ def test_a_snapshot_lacks_what_its_index_names(hub: Path) -> None:
     assert resolve(NAME).folder == hub, "its configuration is there"
     with pytest.raises(ConfigError, match=r"the cache does not have all of it, and the Hub cannot be asked: ConnectError"):
         resolve(NAME, weights=True)
+    key = "reward.source.with.embedder.with.model"
+    with pytest.raises(
+        ConfigError, match=rf"^{key}: {NAME} is no folder .*hf download {NAME} --local-dir FOLDER, then {key}=FOLDER$"
+    ):
+        resolve(NAME, weights=True, key=key)
     weights(hub, "two.safetensors", b=(3,))
     assert resolve(NAME, weights=True).folder == hub
     assert read_shape(NAME).parameters == 5

@@ -153,8 +153,9 @@ GOOD = json.dumps({"prompt": "hi"}).encode()
 SHAPES = [
     ("a.jsonl", b"", "is empty; one JSON object per line is needed"),
     ("a.jsonl", b"\n \n", "is empty"),
-    ("a.json", b"[" + GOOD + b"]", "is a JSON array; one JSON object per line is needed: jq"),
-    ("a.json", b"[\n" + GOOD + b",\n" + GOOD + b"\n]", "is a JSON array"),
+    ("a.jsonl", b"[" + GOOD + b"]", "is a JSON array; name it .json"),
+    ("a.json", b"[\n" + GOOD + b",\n" + GOOD, "begins like a JSON array and is none: Expecting"),
+    ("a.json", b"[]", "holds no rows"),
     ("a.json", b'{\n  "prompt": "hi"\n}', "holds JSON objects over several lines"),
     ("a.csv", b"prompt,answer\nhi,ho\n", "is a table; one JSON object per line is needed: pandas"),
     ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "is compressed; unpack it first"),
@@ -209,6 +210,16 @@ def test_a_bad_row_is_quarantined_with_its_line_and_reason(tmp_path: Path, line:
     assert reason in bad[0][1]
     with pytest.raises(DataFailure, match=r"t\.jsonl:3"):
         read(path, strict=True)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_the_rows_of_a_json_array_are_read_like_lines(tmp_path: Path, indent: int | None) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps([row(1), [1, 2], row(2)], indent=indent), encoding="utf-8-sig")
+    dataset, bad = read(path)
+    assert [(task.ground_truth, dataset.where(task)) for task in dataset] == [("1", f"{path}:1"), ("2", f"{path}:3")]
+    assert bad == [(f"{path}:2", "expected an object, found list")]
+    assert len(read(write(tmp_path / "lines.json", row(1), row(2)))[0]) == 2
 
 
 def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,15 +22,17 @@ from rayloop import recipes
 from rayloop.cli import main
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
 from rayloop.data.published import source
-from rayloop.data.published.prepare import Pictures, fractions, in_order, sizes, stratified
-from rayloop.data.published.source import ColumnMap, NewSplit, first
+from rayloop.data.published.prepare import Pictures, in_order, sizes, stratified
+from rayloop.data.published.source import ColumnMap, NewSplit, first, fractions
 from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.chart_rvr.data import ChartRows
 from rayloop.recipes.pyvision.data import QuestionRows
 from rayloop.run.config import read
+from rayloop.run.held_out import plays
 from tests.support.pages import write_snippets
 from tests.support.runs import ROOT
 
@@ -264,7 +267,7 @@ def test_rows_that_cannot_be_used_are_left_out_and_named(tmp_path: Path, capsys:
     said = capsys.readouterr().out
     assert "test.jsonl: 1 rows" in said
     assert "no instruction for 'instruction'" in said
-    assert "lies outside the image of 56 x 28 pixels" in said
+    assert "has values above one, so it is in pixels" in said
     assert "no readable image" in said
 
 
@@ -350,13 +353,33 @@ def test_boxes_become_fractions(box: Any, kind: str, made: list[float]) -> None:
             fractions(wrong, "pixels", 56, 28, "row")
 
 
+@pytest.mark.parametrize(
+    ("box", "kind", "why"),
+    [([10, 20, 30, 40], "fractions", "has values above one, so it is in pixels: say so in the map (boxes)"),
+     ([0.4, 0.1, 0.2, 0.3], "fractions", "has its corners reversed"), ([20, 1, 10, 9], "pixels", "has its corners reversed"),
+     ([0.1, 0.1, 0.1, 0.3], "fractions", "has no width or no height"),
+     ([4, 4, 0, 0], "pixels_and_size", "has no width or no height"),
+     ([-0.1, 0.1, 0.2, 0.3], "fractions", "lies outside the image of 56 x 28 pixels"),
+     ([0, 0, 60, 9], "pixels", "lies outside the image of 56 x 28 pixels")],
+)  # fmt: skip
+def test_what_is_wrong_with_a_box_is_named(box: Any, kind: str, why: str) -> None:
+    with pytest.raises(DataFailure) as caught:
+        fractions(box, kind, 56, 28, "row")
+    assert caught.value.reason == f"the box {box} ({kind}) {why}"
+
+
 def test_a_film_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "a.mp4", b"film")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(ConfigError, match=r'is a film, which PyAV takes apart: pip install "rayloop\[video\]"'):
         Pictures(tmp_path / "out", tmp_path, (".",)).frames("a.mp4", str(tmp_path), "row")
     written(tmp_path / "b.gif", b"GIF")
-    assert Pictures(tmp_path, tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row") == ([str(tmp_path / "b.gif")], [0.0])
+    assert Pictures(tmp_path, tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row") == (["b.gif"], [0.0])
+    (copied,), _ = Pictures(tmp_path / "out", tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row")
+    assert (tmp_path / "out" / str(copied)).read_bytes() == b"GIF"
+    written(tmp_path / "shots/0.png", b"PNG")
+    ((shots,), _) = Pictures(tmp_path / "out", tmp_path, (".",)).frames("shots", str(tmp_path), "row")
+    assert [(tmp_path / "out" / shot).read_bytes() for shot in shots] == [b"PNG"]
 
 
 def film(file: Path, rate: int) -> Path:
@@ -377,7 +400,7 @@ def test_a_film_is_taken_apart(per_second: float, kept: int, rate: float, tmp_pa
     film(tmp_path / "a.mp4", 8)
     ((frames,), found) = Pictures(tmp_path / "out", tmp_path, (".",), fps=per_second).frames("a.mp4", str(tmp_path), "row")
     assert (len(frames), found) == (kept, [rate])
-    reds = [Image.open(frame).convert("RGB").getpixel((30, 20))[0] for frame in frames]  # type: ignore[index]
+    reds = [Image.open(tmp_path / "out" / frame).convert("RGB").getpixel((30, 20))[0] for frame in frames]  # type: ignore[index]
     assert reds == sorted(reds)
     assert reds[-1] == pytest.approx(240 if kept == 16 else 192, abs=12)
     written(tmp_path / "b.mp4", b"no film")
@@ -400,6 +423,10 @@ def test_each_film_of_a_row_keeps_its_rate(videos: list[str], fps: str, rates: A
     assert main(command) == 0
     (row,) = [json.loads(line) for line in (tmp_path / "out/train.jsonl").read_text(encoding="utf-8").splitlines()]
     assert (len(row["videos"]), row.get("fps")) == (len(videos), rates)
+    shutil.move(tmp_path / "out", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "hub")
+    for video in row["videos"]:
+        assert all((tmp_path / "moved" / shot).is_file() for shot in ([video] if isinstance(video, str) else video))
 
 
 def osworld(folder: Path, listed: str) -> list[str]:
@@ -470,4 +497,9 @@ def test_rows_that_were_never_solved_are_left_out(
     config = str(Path(recipes.__path__[0]) / "arpo/quickstart.yaml")
     assert main([*command, "--solvable-by", "owner/model", "--config", config, "--attempts", "2", "--max-samples", "4"]) == 0
     assert asked[0][3:] == ["eval", config, "--checkpoint", "owner/model", "--data", str(tmp_path / "out/train.jsonl"),
-                            "--samples", "2", "--out", str(tmp_path / "out/solvable")]  # fmt: skip
+                            "--samples", "2", "--out", str(tmp_path / "out/solvable"), *asked[0][13:]]  # fmt: skip
+    played = read(Path(config), asked[0][13:])
+    assert [(play.arm, play.sample) for play in plays(played, [Task("os/1", (), None)], controls=False, samples=2)] == [
+        ("right", 0), ("right", 1)
+    ], "as many answers as were asked for"  # fmt: skip
+    assert Path(played.data.train).is_file(), "that of the configuration need not be there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from math import comb
 
@@ -56,11 +57,10 @@ def test_means_by_a_column_are_of_the_right_image() -> None:
     made = [*items("a", [1], RIGHT), *items("b", [0], RIGHT), *items("c", [1], RIGHT), *items("a", [0], "same source")]
     rows = by_column(made, {"a": "web", "b": "web", "c": "mobile"})
     assert {kind: scores["click"][0] for kind, scores in rows.items()} == {"mobile": 1.0, "web": 0.5}
-    text = "\n".join(
-        table(
-            {**summarise(made, 0), "by": {"platform": rows}, "pass_at": {1: (0.25, None, None)}, "cut": 2, "solved": "click >= 1"}
-        )
-    )
+    summary = summarise([made[0], replace(made[1], source="t"), *made[2:]], 0)
+    asked = {"by": {"platform": rows}, "pass_at": {1: (0.25, None, None)}, "cut": 2, "solved": "click >= 1"}
+    text = "\n".join(table(summary | asked))
     assert "by platform, right image:" in text
+    assert "by source" not in text, "the columns that are asked for stand in its place"
     assert "pass@1  0.250 [too few items]  (an answer is right with click >= 1)" in text
     assert "2 answers were cut" in text

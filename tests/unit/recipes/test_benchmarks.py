@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rayloop import recipes
 from rayloop.chat.rendering import Renderer
@@ -79,6 +80,37 @@ def test_a_question_of_vstar_fits_into_pyvisions_quickstart(tmp_path: Path) -> N
     (task,) = Dataset(str(tmp_path / "test.jsonl"), config.data.reader.build(), True, print)
     length = len(Renderer(config.model).prompt(task.messages).token_ids)
     assert 96 < length < config.environment.episode.max_prompt_tokens - 32, "room for what the environment puts around an image"
+
+
+OPTIONS = "What is the material of the glove?\n(A) rubber\n(B) cotton\n(C) kevlar\n(D) leather\nAnswer with the option's letter."
+MADE: dict[str, dict[str, Any]] = {
+    "arc_vision": {"instruction": "open the settings of the notifications", "bbox": [0.1, 0.2, 0.3, 0.4], "page": "windows"},
+    "chart_rvr": {
+        "query": "In which year did the share of the largest of the three countries first exceed 12.5 %?",
+        "label": "2010",
+    },
+    "pyvision": {"question": OPTIONS, "answer": "A", "kind": "direct_attributes"},
+}
+"""A row of each recipe's benchmarks, as ``data prepare`` writes it."""
+
+
+@pytest.mark.parametrize("name", recipes.benchmarks())
+def test_a_row_of_each_benchmark_fits_into_the_quickstart_of_its_recipe(name: str, tmp_path: Path) -> None:
+    path = recipes.benchmarks()[name]
+    recipe = path.parent.parent
+    written = yaml.safe_load((recipe / "quickstart.yaml").read_text(encoding="utf-8"))["model"]["path"]
+    config = read(recipe / "quickstart.yaml", [f"model.path={ROOT / written}"], [path]).in_evaluation
+    (tmp_path / "page.png").write_bytes(picture(896, 672))
+    row = {"id": "1", "image": "page.png"} | MADE.get(recipe.name, {})
+    if recipe.name == "arpo":
+        row = json.loads((ROOT / "recipes/arpo/tasks/val.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    (tmp_path / "test.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (task,) = Dataset(str(tmp_path / "test.jsonl"), config.data.reader.build(), True, print)
+    rendered = Renderer(config.model).prompt(task.messages)
+    episode = config.environment.episode
+    assert bool(rendered.images) == (recipe.name != "arpo"), "whose images are screenshots of the environment"
+    assert len(rendered.token_ids) <= episode.max_prompt_tokens - 64, "room for what the environment puts around it"
+    assert episode.max_prompt_tokens + config.rollout.sampling.max_tokens <= episode.max_tokens
 
 
 @pytest.mark.parametrize("name", ["vstar", "hr_bench_4k", "hr_bench_8k"])

@@ -237,3 +237,18 @@ def test_rows_of_one_kind_alone_are_prepared(tmp_path: Path, capsys: pytest.Capt
     assert "has no row that can be used: none has origin=people" in capsys.readouterr().err
     assert main([*command, "--where", "human"]) == 2
     assert "--where human: expected COLUMN=VALUE" in capsys.readouterr().err
+
+
+def test_a_label_of_chartfc_that_is_no_known_word_is_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = ["SUPPORTS", 0, "Yes", "NOT ENOUGH INFO", "maybe"]
+    rows = [{"image": "a.png", "claim": "Up", "label": label} for label in labels]
+    published(tmp_path / "in", {"data/test_barplot_seg.json": rows, "images/a.png": None})
+    command = ["data", "prepare", "chartfc", "--from", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--splits", "test"]
+    assert main(command) == 0
+    written = [json.loads(line)["label"] for line in (tmp_path / "out/test.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert written == ["Yes", "No", "Yes"]
+    said = capsys.readouterr().out
+    assert "left out: 1 row, such as test_barplot_seg, row 3: label 'NOT ENOUGH INFO' is none of SUPPORTS, " in said
+    assert "label 'maybe' is none of" in said

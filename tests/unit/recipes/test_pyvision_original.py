@@ -112,6 +112,24 @@ def test_a_rows_own_prompt_goes_first(published: Published, page: Path) -> None:
     assert said(reader().task(row, "rows:1", page).messages[0]) == "<image>Which?"
 
 
+def test_rows_are_read_as_their_authors_publish_them(page: Path) -> None:
+    own = [{"role": "system", "content": "S"}, {"role": "user", "content": "<image>\nMine"}]
+    verl: dict[str, Any] = {"prompt": own, "data_source": "vstar", "reward_model": {"ground_truth": "A", "style": "model"}}
+    verl["extra_info"] = {"answer": "A", "index": "0", "question": "Which?", "split": "train"}
+    data = (page / "a.png").read_bytes()
+    shown = {**verl, "env_name": "visual_toolbox_v2", "images": [{"bytes": data, "path": None}], "mm_hint": None}
+    made = reader(published="deepeyes").task(shown, "data/rows.parquet:3", page)
+    assert [said(message) for message in made.messages] == ["S", "<image>\nMine"]
+    assert made.messages[1].images == [ImageSource(data=data)]
+    assert (made.id, made.ground_truth, made.source, made.environment) == ("rows.parquet:3", "A", "vstar", "visual_toolbox_v2")
+    assert made.extra["question"] == "Which?"
+    assert not {"image", "images"} & set(made.extra), "which would travel twice"
+    plain = reader().task({"question": "Which?", "answer": "A", "image_path": "a.png"}, "data/rows.json:2", page)
+    assert (plain.id, plain.ground_truth, plain.messages[0].images) == ("rows.json:2", "A", [ImageSource(str(page / "a.png"))])
+    with pytest.raises(DataFailure, match="'images' is missing"):
+        reader().task(verl, "rows:1", page)
+
+
 def test_a_prompt_of_ones_own_may_name_columns_and_the_images_size(page: Path) -> None:
     row = {"id": "1", "image": "a.png", "question": "Which {kind}?", "answer": "A", "kind": "k"}
     made = reader(prompt="{width}x{height} {kind} {other}: {question}").task(row, "rows:1", page)

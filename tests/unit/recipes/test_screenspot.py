@@ -56,7 +56,13 @@ def test_v2_has_six_cells_and_their_average(tmp_path: Path) -> None:
     means = [cells[cell]["click"][0] for cell in cells]
     assert summary["cells"]["platform+element"]["click"] == pytest.approx(sum(means) / 6)
     assert summary["arms"][RIGHT]["click"][0] == pytest.approx(4 / 7), "over all rows, as newer tables have it"
-    assert any(line.startswith("  mean of these 6 ") and "click" in line for line in lines)
+    assert lines[1] == "right  click 0.571 [too few items]"
+    assert lines[2].startswith("other means, right: reward 0.")
+    assert "  iou 0." in lines[2]
+    assert lines[3] == "by platform+element, right image:"
+    assert [line.split("  click ")[1] for line in lines[4:10]] == [f"{mean:.3f} [too few items]" for mean in means]
+    assert lines[10] == f"  mean of these 6  click {sum(means) / 6:.3f}"
+    assert sum("iou" in line for line in lines) == 1, "the others are not in the tables"
     row = json.loads((tmp_path / "out/test.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert row["bbox"] == pytest.approx([0.1, 0.1, 0.3, 0.4])
 

@@ -63,8 +63,32 @@ def test_a_good_answer_after_two_calls(tmp_path: Path) -> None:
     assert effect["bbox_area"] == pattern["ground_truth_area"] == pytest.approx(0.01)
     assert [pattern[f"used_{tool}"] for tool in ("zoom", "wait", "inspect")] == [True, True, False]
     assert pattern["multiple_tools"]
-    assert odd["unnecessary_tool_use"]
+    assert pattern["tool_effective"]
+    assert [name for name, value in odd["contradictions"].items() if value] == ["unnecessary_tool_use"]
     assert (odd["contradiction_count"], odd["reasoning_snippet"]) == (1, "It is hard to see.")
+    assert (odd["actual_iou"], odd["tools_used"], odd["tool_count"], odd["reasoning_length"]) == (1.0, ["zoom", "wait"], 2, 18)
+
+
+ORIGINAL = {
+    "reasoning_traces": "timestamp prompt_length response_length reasoning_text reasoning_length tools_used tool_invocations "
+    "actual_iou ground_truth_bbox has_reasoning has_tool_calls",
+    "tool_effectiveness": "timestamp tool_used tools_used tool_count actual_iou bbox_area is_small_object is_edge_object "
+    "tool_effective performance_category difficulty_category",
+    "tool_patterns": "timestamp tools_used tool_count actual_iou tool_effective ground_truth_area used_zoom used_wait used_inspect "
+    "multiple_tools",
+    "contradictions": "timestamp actual_iou tools_used tool_count reasoning_length contradictions contradiction_count "
+    "reasoning_snippet",
+}
+"""The fields of arc_vision_custom_reward.py of jbarnes850/verl at b2577e0."""
+
+
+def test_each_file_has_the_fields_of_the_originals(tmp_path: Path) -> None:
+    found = written(tmp_path, record(LARGE, "<think>" + "unclear " * 30 + "</think>" + ZOOM, said(SMALL)))
+    assert [name for name in FILES if not set(ORIGINAL[name].split()) <= set(found[name][0])] == []
+    (odd,) = found["contradictions"]
+    kinds = {"unnecessary_tool_use", "missed_tool_opportunity", "ineffective_tool_use", "reasoning_tool_mismatch"}
+    assert set(odd["contradictions"]) == kinds
+    assert odd["reasoning_snippet"] == ("unclear " * 30)[:200] + "..."
 
 
 @pytest.mark.parametrize(
@@ -78,7 +102,7 @@ def test_a_good_answer_after_two_calls(tmp_path: Path) -> None:
 )
 def test_only_contradictions_are_written_as_such(texts: tuple[str, ...], kinds: list[str], tmp_path: Path) -> None:
     odd = written(tmp_path, record(LARGE, *texts))["contradictions"]
-    assert [[name for name, value in line.items() if value is True] for line in odd] == [kinds] * bool(kinds)
+    assert [[name for name, value in line["contradictions"].items() if value] for line in odd] == [kinds] * bool(kinds)
 
 
 @pytest.mark.parametrize(
