@@ -51,6 +51,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
     if {"-h", "--help"} & set(arguments.options):
         print(f"with any NAME: {OPTION}\n")
     solvable, options = solvable_options(arguments.options)
+    if solvable.by is not None:
+        _playable(solvable)
     code = _made(arguments.name, options)
     if solvable.by is not None and not code:
         keep_solvable(solvable)
@@ -146,10 +148,18 @@ def _counted(counts: tuple[int, int] | None) -> dict[str, int]:
     return {} if counts is None else {"solved": counts[0], "played": counts[1]}
 
 
+def _playable(chosen: argparse.Namespace) -> None:
+    """Raises ConfigError when the rows could not be played once they are written."""
+    if not chosen.by.exists():
+        raise ConfigError(f"--solvable-by: {chosen.by} is not there; name a checkpoint, or the folder of an evaluation")
+    if chosen.config is None and not (chosen.by / ITEMS).is_file():
+        raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
+    if chosen.config is not None:
+        read(chosen.config, [])
+
+
 def _played(chosen: argparse.Namespace, file: Path) -> Path:
     """The folder of an evaluation of the checkpoint: one greedy answer and ``attempts`` sampled ones a row. Raises RayloopError."""
-    if chosen.config is None:
-        raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
     out = chosen.out / "solvable"
     asked = [chosen.config, "--checkpoint", chosen.by, "--data", file, "--samples", chosen.attempts, "--out", out]
     command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked)]

@@ -179,6 +179,12 @@ def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> 
     assert "<|im_start|>user" in text, "what the model saw is shown nevertheless"
 
 
+@pytest.mark.parametrize("held_out", ["/nowhere/val.jsonl", "null"])
+def test_held_out_rows_are_not_asked_for(try_it: Try, held_out: str) -> None:
+    code, text = try_it(f"data.eval={held_out}", "evaluation.every=5")
+    assert code == 0, text
+
+
 def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "ground_truth": "1"}, {"question": "b"}, {"prompt": "c"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
