@@ -34,7 +34,7 @@ from rayloop.core.types import (
     TrajectoryId,
 )
 from rayloop.data.dataset import TRUTHS, Dataset
-from rayloop.data.validation import unusable_images
+from rayloop.data.validation import first_intact
 from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
 from rayloop.envs.episode import CLOSE_TIMEOUT, play
 from rayloop.envs.instance import Environments
@@ -72,26 +72,13 @@ def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, 
     if more := len(failures[SHOWN_FAILURES:]):
         write(f"left out: {more} more rows; `python -m rayloop data validate CONFIG` names them")
     if row is None:
-        return dataset, _first_intact(dataset, write)
+        return dataset, first_intact(dataset, write, SHOWN_FAILURES)
     where = f"{config.data.train}:{row}"
     found = next((task for task in dataset if dataset.where(task) == where), None)
     if found is None:
         why = next((failure.reason for failure in failures if failure.path == where), "there is no such row")
         raise ConfigError(f"--row {row}: {where}: {why}")
     return dataset, found
-
-
-def _first_intact(dataset: Dataset, write: Write) -> Task:
-    """The first task whose images can be shown. Raises ConfigError when there is none."""
-    first: DataFailure | None = None
-    for number, task in enumerate(dataset):
-        failure = next(unusable_images(task, dataset.where(task)), None)
-        if failure is None:
-            return task
-        first = first or failure
-        if number < SHOWN_FAILURES:
-            write(f"left out: {failure}")
-    raise ConfigError(f"{dataset.path}: the images of none of its {len(dataset)} rows can be shown. The first: {first}")
 
 
 def local_engine(config: RunConfig) -> EngineChoice:
@@ -128,6 +115,7 @@ class _Trial:
         reward = self.config.reward
         with _making(reward.source.use):
             self.reward = RewardActor(self.config.model, reward)
+        self._write_preview(task)
         await self._made_once(task)
         self.engine = await self._engine()
         asked = requests(self.config, task, [TrajectoryId(1, sample) for sample in range(ANSWERS)], visit=1)
@@ -178,6 +166,14 @@ class _Trial:
         self.seen = self.seen or prompt
         async with asyncio.timeout(self.config.environment.episode_timeout):
             return await self.engine.engine.generate(prompt, sampling)
+
+    def _write_preview(self, task: Task) -> None:
+        """Of an environment with ``preview``: it may take long until it shows the rest, or have no machine here."""
+        kind = self.environments.kind(task)
+        if preview := getattr(kind.resolve(), "preview", None):
+            rendered = self.renderer.prompt(preview(kind.options(), task))
+            self.write("\nwhat the model sees first, but for the screen, which is asked for now:")
+            self.write(_indented(self.renderer.shown(rendered.token_ids)))
 
     def _write_prompt(self, prompt: TokenPrompt) -> None:
         size, limit = len(prompt.token_ids), self.episode.max_prompt_tokens

@@ -82,7 +82,7 @@ def test_the_logs_of_a_failed_start_are_kept(
 
 def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]) -> None:
     starting(monkeypatch, daemons, "no space left on device")
-    with pytest.raises(MachineFailed, match="1 attempt in .*no space left"):
+    with pytest.raises(MachineFailed, match=r"1 attempt in .*no space left"):
         session.start("folder")
     assert len(daemons) == 1
 

@@ -200,6 +200,22 @@ def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) ->
     assert "there is no such row" in try_it("--row", "9", **mine)[1]
 
 
+def test_a_row_of_osworld_is_shown_and_its_python_asked_for_before_the_model_is_loaded(try_it: Try, tmp_path: Path) -> None:
+    task = {"id": "t", "instruction": "Open it.", "evaluator": {"func": "f"}}
+    row = {"prompt": "Do: {instruction}", "osworld": task}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    kind = {"use": "rayloop.envs.osworld.environment:OSWorld", "with": {"python": "/no/python", "cache": str(tmp_path / "cache")}}
+    mine = {"data": {"train": str(tmp_path / "rows.jsonl")}, "environment__episode": {"environment": kind}}
+    code, text = try_it(**mine)
+    assert code == 2, text
+    shown, _, refused = text.partition("OSWorldMissing: /no/python ")
+    assert "what the model sees first, but for the screen" in shown
+    assert "<|im_start|>user\n    Do: Open it.<|im_end|>\n" in shown
+    assert "pip install desktop-env" in refused
+    assert "environment.with.python" in refused
+    assert "loaded in" not in text
+
+
 def popping(task: Task) -> float:
     return float(task.extra.pop("level"))  # type: ignore[attr-defined]
 
