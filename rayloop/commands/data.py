@@ -152,10 +152,10 @@ def _playable(chosen: argparse.Namespace) -> None:
     """Raises ConfigError when the rows could not be played once they are written."""
     if not chosen.by.exists():
         raise ConfigError(f"--solvable-by: {chosen.by} is not there; name a checkpoint, or the folder of an evaluation")
-    if chosen.config is None and not (chosen.by / ITEMS).is_file():
-        raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
     if chosen.config is not None:
         read(chosen.config, [])
+    elif not (chosen.by / ITEMS).is_file():
+        raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
 
 
 def _played(chosen: argparse.Namespace, file: Path) -> Path:

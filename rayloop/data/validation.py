@@ -98,8 +98,7 @@ def _some(many: Sequence[str], shown: int = 3) -> str:
 
 
 def first_intact(dataset: Dataset, write: Callable[[str], None], shown: int) -> Task:
-    """The first task whose images can be shown; ``write`` is told of the first ``shown`` that cannot. Raises ConfigError when there
-    is none."""
+    """The first task whose images can be shown; of ``shown`` that cannot ``write`` is told. Raises ConfigError without one."""
     first: DataFailure | None = None
     for number, task in enumerate(dataset):
         failure = next(unusable_images(task, dataset.where(task)), None)

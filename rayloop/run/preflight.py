@@ -18,8 +18,7 @@ BIASES = 1024
 
 
 def preflight(config: RunConfig, *, trains: bool = True, reads: Sequence[str] = ("train", "eval")) -> None:
-    """Raises ConfigError that names the key, what is not there, and what to do. An evaluation does not train; ``reads``: the keys
-    of ``data`` whose files the command reads."""
+    """Raises ConfigError that names the key, what is not there, and what to do. ``reads``: the files of ``data`` that are read."""
     if in_job():
         lasting(config)
     known(config)

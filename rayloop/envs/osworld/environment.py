@@ -78,7 +78,6 @@ class OSWorld(ScreenEnvironment):
     Settings = OSWorldSettings
 
     def __init__(self, settings: OSWorldSettings) -> None:
-        """Raises OSWorldMissing."""
         super().__init__(settings)
         installed(str(local_path(settings.python)))
         self._settings = settings
