@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 
 from rayloop.cli import main
 from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import RewardLost
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult
 from rayloop.core.types import Message, Task, Trajectory
@@ -198,6 +200,39 @@ def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) ->
     assert "--row 2: " in text
     assert "no column 'prompt'" in text
     assert "there is no such row" in try_it("--row", "9", **mine)[1]
+
+
+def test_a_judge_that_is_absent_is_named_in_seconds_with_what_needs_none(try_it: Try, tmp_path: Path) -> None:
+    row = {"prompt": "Which?", "answer": "red"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    found = {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(tmp_path / "judge.json")}}
+    judge = {"use": "rayloop.judge.reward:JudgeReward", "with": {"judge": {"discovery": found}}}
+    source = {"use": "rayloop.recipes.pyvision.deepeyes:DeepEyesReward", "with": {"variant": "original", "mathematics": []}}
+    source["with"] |= {"accuracy": judge}  # type: ignore[operator]
+    began = time.monotonic()
+    code, text = try_it(data={"train": str(tmp_path / "rows.jsonl")}, reward__source=source)
+    assert time.monotonic() - began < 30
+    assert code == 69, text
+    before, _, after = text.partition(f"no judge answers (no judge has written its address to {tmp_path / 'judge.json'}")
+    assert "Which?<|im_end|>" in before
+    assert "answer 1: " in before
+    assert "python -m rayloop judge serve serve_apps/judge/configs/judge_openai.yaml" in after
+    assert "components: format 0, looked 0, calls 0" in after
+    assert "0 of 2 answers have a reward" in after
+
+
+class Lost(Broken):
+    """A grader that ends the run."""
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        raise RewardLost("gone")
+
+
+def test_prompt_and_answer_are_shown_before_the_reward_is_asked(try_it: Try) -> None:
+    code, text = try_it(reward__source={"use": f"{__name__}:Lost"})
+    assert code == 69, text
+    assert "what the model sees" in text
+    assert "answer 1: " in text
 
 
 def test_a_row_of_osworld_is_shown_and_its_python_asked_for_before_the_model_is_loaded(try_it: Try, tmp_path: Path) -> None:
