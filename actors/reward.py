@@ -32,8 +32,8 @@ TRACE = 8000
 class RewardActor(Actor):
     """Scores many trajectories at once: one thread each (or per group), or a coroutine when the source is asynchronous."""
 
-    def __init__(self, model: ModelSettings, settings: RewardSettings) -> None:
-        self._settings = settings
+    def __init__(self, model: ModelSettings, settings: RewardSettings, trial: bool = False) -> None:
+        self._settings, self._trial = settings, trial
         self._tokenizer = load_tokenizer(resolve(model.path, model.revision).folder)
         self._source: Any = as_source(settings.source.build(), settings.source.use, settings.per)
         self._around = around(self._source)
@@ -82,7 +82,7 @@ class RewardActor(Actor):
 
     def _context(self, trajectory: Trajectory, step: int) -> ScoreContext:
         texts = [self._tokenizer.decode(list(turn.token_ids)) for turn in trajectory.sampled_turns]
-        return ScoreContext(step, texts, self._settings.timeout, self._transcript(trajectory))
+        return ScoreContext(step, texts, self._settings.timeout, self._transcript(trajectory), self._trial)
 
     def _transcript(self, trajectory: Trajectory) -> str | None:
         if not getattr(self._source, "transcript", False):

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ import psutil
 import ray
 from ray.exceptions import AuthenticationError
 
-from rayloop.core.failures import ConfigError, ResourcesUnavailable
+from rayloop.core.failures import ConfigError, MachineFailed, ResourcesUnavailable
 from rayloop.launch.network import unreachable
 from rayloop.launch.ray_process import LOGS, keep
 from rayloop.launch.ray_variables import OBJECT_STORE
@@ -49,7 +50,12 @@ def session(
         atexit.register(clean)
         cpus = max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0)))
         others = {name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")}
-        start(folder, store=store, num_cpus=cpus, resources=others, namespace=namespace)
+        try:
+            start(folder, store=store, num_cpus=cpus, resources=others, namespace=namespace)
+        except MachineFailed as error:
+            _keep_logs(Path(folder), logs)
+            error.add_note(f"Ray's own words are in {logs / 'ray'}")
+            raise
         try:
             yield
         finally:
@@ -66,14 +72,14 @@ STARTS = 3
 
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
     """Start a cluster on this machine, whose files are all in ``folder``. Raises ConfigError where fewer than ``FILES`` files may
-    be open at once, and the error of Ray's last attempt."""
+    be open at once, MachineFailed when Ray does not start."""
     if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < FILES:
         raise ConfigError(
             f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least. Run `ulimit -n 8192` before the "
             "command, as root if the shell refuses it"
         )
-    others = psutil.Process().children(recursive=True)
-    for left in reversed(range(STARTS)):
+    others, began = psutil.Process().children(recursive=True), time.monotonic()
+    for attempt in range(1, STARTS + 1):
         try:
             ray.init(
                 address="local", include_dashboard=False, log_to_driver=False, object_store_memory=store,
@@ -81,11 +87,14 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
             )  # fmt: skip
             return
         except Exception as error:
-            if not left or "timed out during startup" not in str(error):
-                raise
-            logger.warning("Ray did not start within 30 s, this machine has much to do: once more")
             ray.shutdown()
             _end([one for one in psutil.Process().children(recursive=True) if one not in others])
+            if attempt == STARTS or "timed out during startup" not in str(error):
+                raise MachineFailed(
+                    f"Ray did not start here, {attempt} attempt{'s' * (attempt > 1)} in {time.monotonic() - began:.0f} s: "
+                    f"{str(error).partition(chr(10))[0]} Look at `uptime` (other work), `free -g` and `df -h /dev/shm`"
+                ) from error
+            logger.warning("Ray did not start within 30 s, this machine has much to do: once more")
 
 
 def serve_details() -> dict[str, Any] | None:

@@ -35,6 +35,8 @@ _KINDS = {
 }
 _SHARE = 0.9
 """The share of the time for scoring that may pass without a verdict."""
+_THERE = 12.0
+"""Seconds in which a judge says what it is when a person waits."""
 
 
 class JudgeReward:
@@ -61,7 +63,7 @@ class JudgeReward:
         """Whether rules decide what they can in the run's own process; the judge is asked only the rest."""
         on_unavailable: Literal["wait", "exclude", "stop"] = "wait"
         """No verdict: wait for nine tenths of ``reward.timeout`` and then end the run; or after ``patience`` exclude the
-        trajectory, or end the run."""
+        trajectory, or end the run. ``try`` does not wait for a judge."""
         patience: float = Field(60.0, gt=0)
         """Seconds that ``exclude`` and ``stop`` wait for a verdict; at most nine tenths of ``reward.timeout``."""
         max_excluded_fraction: float = Field(0.1, ge=0, le=1)
@@ -108,15 +110,16 @@ class JudgeReward:
         if answer is None:
             return Scored(0.0, {"correct": 0.0}, ("unparsable",))
         shown = images(task) if self._rubric.sees_images else ()
-        return await self.grade(question(task), reference(task), answer, task.source, context.timeout, shown)
+        return await self.grade(question(task), reference(task), answer, task.source, context.timeout, shown, context.trial)
 
     async def grade(
-        self, question: str, reference: str, answer: str, source: str, timeout: float, images: tuple[str, ...] = ()
-    ) -> Outcome:
+        self, question: str, reference: str, answer: str, source: str, timeout: float, images: tuple[str, ...] = (),
+        trial: bool = False,
+    ) -> Outcome:  # fmt: skip
         """The outcome of one answer, within ``timeout`` seconds, for rewards that combine the verdict with more. ``images``:
-        absolute paths. Raises RewardLost, ConfigError. Another exception excludes the trajectory."""
+        absolute paths. A ``trial`` waits for no judge. Raises RewardLost, ConfigError; after another exception it is excluded."""
         try:
-            return await self._grade(question, reference, answer, source, timeout, images)
+            return await self._grade(question, reference, answer, source, timeout, images, trial)
         except RayloopError:
             raise
         except Exception as error:
@@ -125,7 +128,7 @@ class JudgeReward:
             return self._exclude(JudgeUnscored(kind=NoVerdict.UNAVAILABLE, reason=why[:1024]))
 
     async def _grade(
-        self, question: str, reference: str, answer: str, source: str, timeout: float, images: tuple[str, ...]
+        self, question: str, reference: str, answer: str, source: str, timeout: float, images: tuple[str, ...], trial: bool
     ) -> Outcome:
         item = JudgeItem(
             question=sanitise(question, 32_768), reference=sanitise(reference, 8_192), answer=sanitise(answer, 32_768),
@@ -133,9 +136,11 @@ class JudgeReward:
         )  # fmt: skip
         if self.settings.rules_first and (known := decide(self._rubric, item)) is not rules.UNDECIDED:
             return self._scored(float(bool(known.correct)), by_model=0.0)
+        if trial and (why := await self._absent()):
+            return Unscored(UnscoredKind.REWARD_UNAVAILABLE, why)
         self._watch_drift()
         patience = timeout * _SHARE
-        if self.settings.on_unavailable != "wait":
+        if trial or self.settings.on_unavailable != "wait":
             patience = min(patience, self.settings.patience)
         result = await self._ask(item, asyncio.get_running_loop().time() + patience)
         if isinstance(result, JudgeVerdict):
@@ -143,10 +148,21 @@ class JudgeReward:
             return self._scored(result.score, float(result.decided_by == "model"), changed)
         if result.kind is NoVerdict.INVALID and self.settings.on_invalid == "fail":
             return Scored(0.0, {"correct": 0.0}, ("judge_invalid",))
-        if result.kind is NoVerdict.INVALID or self.settings.on_unavailable == "exclude":
+        if trial or result.kind is NoVerdict.INVALID or self.settings.on_unavailable == "exclude":
             return self._exclude(result)
         policy = self.settings.on_unavailable
         raise RewardLost(f"the judge gave no verdict (on_unavailable: {policy}, {patience:.0f} s): {result.reason}")
+
+    async def _absent(self) -> str:
+        """Why no judge answers, and how one is started; "" when one says what it is."""
+        try:
+            async with asyncio.timeout(_THERE):
+                await self.client.version()
+        except (InfrastructureFailure, TimeoutError) as error:
+            why = str(error) or f"{self.client.connection.url}: nothing within {_THERE:g} s"
+            start = "python -m rayloop judge serve serve_apps/judge/configs/judge_openai.yaml"
+            return f"no judge answers ({why}). Start one first: `{start}`, or another of docs/judge.md"
+        return ""
 
     async def _ask(self, item: JudgeItem, deadline: float) -> Result:
         """Ask, and a second time when the reply is no verdict. The answer is the cause only while the canary is judged right."""

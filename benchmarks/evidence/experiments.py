@@ -77,7 +77,7 @@ def _variants(recipe: str, score: str, *common: str, needs: str = "") -> Experim
         files={"original": folder / "quickstart_original.yaml"},
         needs=needs,
         training=(f"reward/component/{score}/mean", "reward/mean", "rollout/trained", "rollout/tokens"),
-        picture=Path(f"docs/variants_{recipe}.png"),
+        picture=Path("docs") / f"variants_{recipe}.png",
     )
 
 

@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -19,8 +20,8 @@ from pydantic import ValidationError
 from rayloop.actors.reward import RewardActor
 from rayloop.actors.rollout import RolloutActor, start_weights
 from rayloop.chat.rendering import Rendered, Renderer
-from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
-from rayloop.core.groups import Outcome, Scored
+from rayloop.core.failures import AGAIN, ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
+from rayloop.core.groups import Outcome, Scored, UnscoredKind
 from rayloop.core.threads import own_frames
 from rayloop.core.types import (
     Completion,
@@ -34,7 +35,7 @@ from rayloop.core.types import (
     TrajectoryId,
 )
 from rayloop.data.dataset import TRUTHS, Dataset
-from rayloop.data.validation import unusable_images
+from rayloop.data.validation import first_intact
 from rayloop.engines.settings import EngineChoice, TransformersEngineSettings
 from rayloop.envs.episode import CLOSE_TIMEOUT, play
 from rayloop.envs.instance import Environments
@@ -42,18 +43,19 @@ from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import FORGETS, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
-from rayloop.view.words import visible
+from rayloop.view.words import rewarded, visible
 
 ANSWERS = 2
 SHOWN_FAILURES = 3
 SHOWN = 500
 """Characters of a ground truth."""
 Write = Callable[[str], None]
+Scoring = asyncio.Task[dict[TrajectoryId, Outcome]]
 
 
-def try_row(config: RunConfig, row: int | None, show: Write = print) -> int:
+def try_row(config: RunConfig, row: int | None, show: Write = partial(print, flush=True)) -> int:
     """Play row ``row`` of ``data.train`` (counted from 1; None: the first usable one) and ``show`` what happens. Returns 0 when
-    both answers have a reward, else 1. Raises RayloopError, as a run would before its first step."""
+    both answers have a reward, 69 when what scores is away, else 1. Raises RayloopError, as a run would before its first step."""
 
     def write(text: str) -> None:
         show(visible(text))  # neither rows nor answers may steer the terminal
@@ -61,7 +63,7 @@ def try_row(config: RunConfig, row: int | None, show: Write = print) -> int:
     dataset, task = _chosen(config, row, write)
     write(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
     with tempfile.TemporaryDirectory(prefix="try-") as folder:
-        return asyncio.run(_Trial(config, folder, write).run(task))
+        return asyncio.run(_Trial(config, task, folder, write).run())
 
 
 def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:
@@ -72,26 +74,13 @@ def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, 
     if more := len(failures[SHOWN_FAILURES:]):
         write(f"left out: {more} more rows; `python -m rayloop data validate CONFIG` names them")
     if row is None:
-        return dataset, _first_intact(dataset, write)
+        return dataset, first_intact(dataset, write, SHOWN_FAILURES)
     where = f"{config.data.train}:{row}"
     found = next((task for task in dataset if dataset.where(task) == where), None)
     if found is None:
         why = next((failure.reason for failure in failures if failure.path == where), "there is no such row")
         raise ConfigError(f"--row {row}: {where}: {why}")
     return dataset, found
-
-
-def _first_intact(dataset: Dataset, write: Write) -> Task:
-    """The first task whose images can be shown. Raises ConfigError when there is none."""
-    first: DataFailure | None = None
-    for number, task in enumerate(dataset):
-        failure = next(unusable_images(task, dataset.where(task)), None)
-        if failure is None:
-            return task
-        first = first or failure
-        if number < SHOWN_FAILURES:
-            write(f"left out: {failure}")
-    raise ConfigError(f"{dataset.path}: the images of none of its {len(dataset)} rows can be shown. The first: {first}")
 
 
 def local_engine(config: RunConfig) -> EngineChoice:
@@ -115,30 +104,28 @@ class _CheckingRenderer(Renderer):
 class _Trial:
     """The episodes of one task, and the report about them."""
 
-    def __init__(self, config: RunConfig, folder: str, write: Write) -> None:
-        self.config, self.folder, self.write = config, folder, write
+    def __init__(self, config: RunConfig, task: Task, folder: str, write: Write) -> None:
+        self.config, self.task, self.folder, self.write = config, task, folder, write
         self.episode = config.environment.episode
         self.environments = Environments(self.episode.environment, config.environment.kinds)
         self.renderer = _CheckingRenderer(config.model)
-        self.seen: TokenPrompt | None = None
+        self.seen = False
         self.written: set[str] = set()
 
-    async def run(self, task: Task) -> int:
+    async def run(self) -> int:
         """Play and report. Reward and environment are made before the model is loaded, since the user wrote them."""
-        reward = self.config.reward
+        reward, task = self.config.reward, self.task
         with _making(reward.source.use):
-            self.reward = RewardActor(self.config.model, reward)
+            self.reward = RewardActor(self.config.model, reward, trial=True)
+        self._write_preview(task)
         await self._made_once(task)
         self.engine = await self._engine()
         asked = requests(self.config, task, [TrajectoryId(1, sample) for sample in range(ANSWERS)], visit=1)
         played = await asyncio.gather(*map(self._play, asked), return_exceptions=True)
-        if self.seen is not None:
-            self._write_prompt(self.seen)
-            self._write_truth(task)
-        outcomes = await self._outcomes([one for one in played if isinstance(one, Trajectory)], task)
-        scored = [self._answered(number, one, outcomes) for number, one in enumerate(played, start=1)]
-        self.write(f"\n{sum(scored)} of {ANSWERS} answers have a reward" + ("" if all(scored) else "; fix that before you train"))
-        return 0 if all(scored) else 1
+        scoring = asyncio.create_task(self._outcomes([one for one in played if isinstance(one, Trajectory)], task))
+        codes = [await self._answered(number, one, scoring) for number, one in enumerate(played, start=1)]
+        self.write(f"\n{codes.count(0)} of {ANSWERS} answers have a reward" + ("; fix that before you train" if any(codes) else ""))
+        return max(codes)
 
     async def _engine(self) -> RolloutActor:
         """A rollout actor that serves the start model, in this process."""
@@ -174,10 +161,20 @@ class _Trial:
             return await play(request, environment, self.renderer, self.episode, self._generate)
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Generate with the engine; the first prompt is kept."""
-        self.seen = self.seen or prompt
+        """Generate with the engine; the first prompt is shown before that."""
+        if not self.seen:
+            self.seen = True
+            self._write_prompt(prompt)
+            self._write_truth(self.task)
         async with asyncio.timeout(self.config.environment.episode_timeout):
             return await self.engine.engine.generate(prompt, sampling)
+
+    def _write_preview(self, task: Task) -> None:
+        """Of an environment with ``preview``: it may take long until it shows the rest, or have no machine here."""
+        kind = self.environments.kind(task)
+        if preview := getattr(kind.resolve(), "preview", None):
+            self.write("\nwhat the model sees first, but for the screen, which is asked for now:")
+            self.write(_indented(self.renderer.shown(self.renderer.prompt(preview(kind.options(), task)).token_ids)))
 
     def _write_prompt(self, prompt: TokenPrompt) -> None:
         size, limit = len(prompt.token_ids), self.episode.max_prompt_tokens
@@ -213,12 +210,12 @@ class _Trial:
             logger.disabled = before
         return {one.id: outcome for one, outcome in zip(played, outcomes, strict=True)}
 
-    def _answered(self, number: int, played: Trajectory | BaseException, outcomes: Mapping[TrajectoryId, Outcome]) -> bool:
-        """Write one answer. Returns whether it has a reward."""
+    async def _answered(self, number: int, played: Trajectory | BaseException, scoring: Scoring) -> int:
+        """Write one answer, and its reward once it is known. Returns 0 when it has one, else the exit code."""
         if isinstance(played, BaseException):
             self.write(f"\nanswer {number} could not be played")
             self._write_error(played)
-            return False
+            return 1
         sampled = sum(len(turn.token_ids) for turn in played.sampled_turns)
         limit = played.sampling.max_tokens
         cut = any(turn.finish is FinishReason.LENGTH and len(turn.token_ids) == limit for turn in played.sampled_turns)
@@ -227,11 +224,13 @@ class _Trial:
         for turn in played.turns[1:]:
             role = f"{turn.role}: " if len(played.turns) > 2 else ""
             self.write(_indented(role + (FORGETS if turn.restart else self.renderer.shown(turn.token_ids))))
-        outcome = outcomes[played.id]
-        self.write(_worded(outcome))
+        outcome = (await scoring)[played.id]
+        self.write(rewarded(outcome))
         if outcome.trace:
             self._write_once(outcome.trace)
-        return isinstance(outcome, Scored) and not outcome.trace
+        if isinstance(outcome, Scored):
+            return 1 if outcome.trace else 0
+        return AGAIN if outcome.kind is UnscoredKind.REWARD_UNAVAILABLE else 1
 
     def _write_error(self, error: BaseException) -> None:
         """Write the message of a RayloopError, or the traceback of the user's own code."""
@@ -253,15 +252,6 @@ def _making(use: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise WorkerStartFailed(f"{use} could not be made:\n{own_frames(error)}") from error
-
-
-def _worded(outcome: Outcome) -> str:
-    if not isinstance(outcome, Scored):
-        return f"no reward: {outcome.kind}: {outcome.reason}"
-    components = ", ".join(f"{name} {value:g}" for name, value in outcome.components.items())
-    flags = ", ".join(outcome.flags)
-    parts = (f"reward: {outcome.value:g}", components and f"components: {components}", flags and f"flags: {flags}")
-    return "; ".join(filter(None, parts))
 
 
 def _indented(text: str) -> str:

@@ -51,6 +51,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
     if {"-h", "--help"} & set(arguments.options):
         print(f"with any NAME: {OPTION}\n")
     solvable, options = solvable_options(arguments.options)
+    if solvable.by is not None:
+        _playable(solvable)
     code = _made(arguments.name, options)
     if solvable.by is not None and not code:
         keep_solvable(solvable)
@@ -146,13 +148,21 @@ def _counted(counts: tuple[int, int] | None) -> dict[str, int]:
     return {} if counts is None else {"solved": counts[0], "played": counts[1]}
 
 
+def _playable(chosen: argparse.Namespace) -> None:
+    """Raises ConfigError when the rows could not be played once they are written."""
+    if not chosen.by.exists():
+        raise ConfigError(f"--solvable-by: {chosen.by} is not there; name a checkpoint, or the folder of an evaluation")
+    if chosen.config is not None:
+        read(chosen.config, [])
+    elif not (chosen.by / ITEMS).is_file():
+        raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
+
+
 def _played(chosen: argparse.Namespace, file: Path) -> Path:
     """The folder of an evaluation of the checkpoint: ``attempts`` sampled answers a row. Raises RayloopError."""
-    if chosen.config is None:
-        raise ConfigError(f"--solvable-by: {chosen.by} has no {ITEMS}, so it is played: name the run's configuration with --config")
     out = chosen.out / "solvable"
     asked = [chosen.config, "--checkpoint", chosen.by, "--data", file, "--samples", chosen.attempts, "--out", out]
-    command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked), "evaluation.greedy=false", f"data.train={file}"]
+    command = [sys.executable, "-m", "rayloop", "eval", *map(str, asked), "evaluation.greedy=false"]
     code = subprocess.run(command).returncode
     if code not in (0, 1) or not (out / ITEMS).is_file():
         raise RayloopError(f"{' '.join(command[1:])} ended with {code}; its output is above")

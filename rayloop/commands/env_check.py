@@ -21,7 +21,7 @@ from rayloop.envs.instance import Environments
 from rayloop.run.config import RunConfig, read
 from rayloop.view.words import visible
 
-SHOWN = 200
+SHOWN = 400
 """Characters of a reason."""
 
 

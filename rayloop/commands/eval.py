@@ -58,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
             folder = model_of(arguments.checkpoint, out / "models")
             given = config.model.model_copy(update={"path": str(folder), "revision": None})
             config = config.model_copy(update={"model": given})
-        preflight(config.model_copy(update={"data": config.data.model_copy(update={"eval": data})}), trains=False)
+        asked = config.model_copy(update={"data": config.data.model_copy(update={"eval": data})})
+        preflight(asked, trains=False, reads=("train", "eval") if arguments.controls else ("eval",))
         from rayloop.cluster.stages.evaluate import evaluate  # imports ray, which reads the environment
 
         return evaluate(

@@ -44,7 +44,7 @@ def add_try(parser: argparse.ArgumentParser) -> None:
 
 def _try(arguments: argparse.Namespace) -> int:
     config = read(arguments.config, arguments.overrides)
-    preflight(config.model_copy(update={"data": config.data.model_copy(update={"eval": None})}), trains=False)
+    preflight(config, trains=False, reads=("train",))
     from rayloop.cluster.stages.trial import try_row  # imports torch
 
     return try_row(config, arguments.row)

@@ -38,11 +38,12 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Unscored:
-    """No reward exists, and why. Never replaced by a number. ``trace`` as in ``Scored``."""
+    """No reward exists, and why. Never replaced by a number. ``trace`` as in ``Scored``; ``components``: what is known."""
 
     kind: UnscoredKind
     reason: str = ""
     trace: str = field(default="", compare=False, repr=False)
+    components: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, failure: Failure) -> Unscored:

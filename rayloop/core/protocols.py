@@ -140,12 +140,14 @@ class Tool(Protocol):
 @dataclass(frozen=True, slots=True)
 class ScoreContext:
     """What a reward may depend on besides the trajectory. ``timeout``: seconds until scoring is given up (``reward.timeout``).
-    ``transcript``: all text after the prompt, with special tokens; None unless the source asks for it."""
+    ``transcript``: all text after the prompt, with special tokens; None unless the source asks for it. ``trial``: a person waits
+    for the outcome (``try``), so an absent service is not waited for."""
 
     step: int
     texts: Sequence[str]
     timeout: float = 600.0
     transcript: str | None = None
+    trial: bool = False
 
 
 class RewardSource(Protocol):

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from rayloop.config.settings import Component
-from rayloop.core.failures import DataFailure
+from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset, Reader
 from rayloop.data.images import probe
@@ -95,3 +95,16 @@ def _row(task: Task, images: Sequence[str]) -> str:
 
 def _some(many: Sequence[str], shown: int = 3) -> str:
     return ", ".join(many[:shown]) + (f" and {len(many) - shown} more" if len(many) > shown else "")
+
+
+def first_intact(dataset: Dataset, write: Callable[[str], None], shown: int) -> Task:
+    """The first task whose images can be shown; ``write`` gets the first ``shown`` that cannot. Raises ConfigError without one."""
+    first: DataFailure | None = None
+    for number, task in enumerate(dataset):
+        failure = next(unusable_images(task, dataset.where(task)), None)
+        if failure is None:
+            return task
+        first = first or failure
+        if number < shown:
+            write(f"left out: {failure}")
+    raise ConfigError(f"{dataset.path}: the images of none of its {len(dataset)} rows can be shown. The first: {first}")

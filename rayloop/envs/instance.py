@@ -115,13 +115,17 @@ class Environments:
         self._default, self._kinds = default, kinds
         self._workers = IdleWorkers()
 
+    def kind(self, task: Task) -> EnvironmentKind:
+        """Raises DataFailure for an unknown one."""
+        if not (self._kinds and task.environment):
+            return self._default
+        if task.environment not in self._kinds:
+            raise DataFailure(task.id, f"environment.kinds has no {task.environment!r}, which the task names")
+        return self._kinds[task.environment]
+
     def of(self, task: Task) -> Instance:
-        """A new instance, not made yet; it must be closed. Raises DataFailure for an unknown kind."""
-        kind = self._default
-        if self._kinds and task.environment:
-            if task.environment not in self._kinds:
-                raise DataFailure(task.id, f"environment.kinds has no {task.environment!r}, which the task names")
-            kind = self._kinds[task.environment]
+        """A new instance, not made yet; it must be closed. Raises as ``kind``."""
+        kind = self.kind(task)
         if kind.isolation == "process":
             return InProcess(kind, self._workers)
         return (Immediate if kind.immediate else InThread)(kind.name, kind.build)

@@ -347,8 +347,6 @@ def _problems(c: RunConfig) -> Any:
             f"policy.update.mini_batches ({c.policy.update.mini_batches}) are cut at group boundaries, "
             f"and a step has only {a.groups_per_step} groups"
         )
-    if c.evaluation.every and not c.data.eval:
-        yield "evaluation.every is set, but data.eval names no rows"
     for where, each in {"": c, _IN_EVALUATION: c.in_evaluation}.items():
         episode, room = each.environment.episode, each.rollout.sampling.max_tokens
         if episode.max_prompt_tokens + room > episode.max_tokens:

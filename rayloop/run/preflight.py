@@ -1,6 +1,7 @@
 """What can be known to fail before anything is started: files, folders and packages that the configuration names."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rayloop.chat.rendering import Renderer
@@ -16,12 +17,12 @@ BIASES = 1024
 """Tokens that vLLM's runner on GPUs can keep from being sampled (v1/worker/gpu/sample/logit_bias.py of 0.28 and 0.32)."""
 
 
-def preflight(config: RunConfig, *, trains: bool = True) -> None:
-    """Raises ConfigError that names the key, what is not there, and what to do. An evaluation does not train."""
+def preflight(config: RunConfig, *, trains: bool = True, reads: Sequence[str] = ("train", "eval")) -> None:
+    """Raises ConfigError that names the key, what is not there, and what to do. ``reads``: the files of ``data`` that are read."""
     if in_job():
         lasting(config)
     known(config)
-    for key, path in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+    for key, path in ((f"data.{name}", getattr(config.data, name)) for name in reads):
         if path is not None and not Path(path).is_file():
             raise ConfigError(
                 f"{key}: {path} is no file (seen from {Path.cwd()}). It must be a file of rows (JSONL, JSON array, parquet); the "
@@ -29,13 +30,20 @@ def preflight(config: RunConfig, *, trains: bool = True) -> None:
             )
     installed(config.loggers)
     held_in(config)
-    if trains and (why := config.engine.untrainable()):
+    if trains:
+        _trainable(config)
+    bannable(config, len(Renderer(config.model).banned_tokens))  # raises for tokenizer and chat template
+
+
+def _trainable(config: RunConfig) -> None:
+    if why := config.engine.untrainable():
         raise ConfigError(why)
+    if (every := config.evaluation.every) and not config.data.eval:
+        raise ConfigError(f"evaluation.every is {every}, but data.eval names no rows. Set data.eval=FILE, or evaluation.every=0")
     resume = config.checkpoint.resume
     if resume not in ("auto", "never") and complete(Path(resume)) is None:
         what = "holds no complete checkpoint" if Path(resume).is_dir() else "is no folder"
         raise ConfigError(f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never")
-    bannable(config, len(Renderer(config.model).banned_tokens))  # raises for tokenizer and chat template
 
 
 def known(config: RunConfig) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from unicodedata import category
 
 from rayloop.config.explain import short
+from rayloop.core.groups import Outcome, Scored
 from rayloop.measure.controls import table
 from rayloop.run.folder import RolloutRecord
 
@@ -46,6 +47,14 @@ def span(seconds: float) -> str:
 def visible(text: str) -> str:
     """The text with what would steer a terminal (all control characters but tabs and line breaks) written out, as ``\\x1b``."""
     return "".join(repr(c)[1:-1] if category(c) == "Cc" and c not in "\t\n" else c for c in text)
+
+
+def rewarded(outcome: Outcome) -> str:
+    """A reward, or why there is none, with what is known besides."""
+    found = f"reward: {outcome.value:g}" if isinstance(outcome, Scored) else f"no reward: {outcome.kind}: {outcome.reason}"
+    flags = ", ".join(outcome.flags) if isinstance(outcome, Scored) else ""
+    components = ", ".join(f"{name} {value:g}" for name, value in outcome.components.items())
+    return "; ".join(filter(None, (found, components and f"components: {components}", flags and f"flags: {flags}")))
 
 
 def number(value: Any) -> str:

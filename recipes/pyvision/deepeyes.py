@@ -85,9 +85,10 @@ class DeepEyesReward:
         return Scored(0.0, flags=("judge_failed",))
 
     def _paid(self, found: Judged, read: original.DeepEyes, math: bool) -> Outcome:
+        form = 0.0 if read.formed else -1.0
         if not isinstance(found, Scored):
-            return found
-        accuracy, form = found.value, 0.0 if read.formed else -1.0
+            return replace(found, components={"format": form, "looked": float(read.looked), "calls": read.calls})
+        accuracy = found.value
         tool = float(read.looked and accuracy > 0.5)
         value = 1.2 * accuracy + 0.4 * form if math else 0.8 * accuracy + 0.2 * form + 1.2 * tool
         components = {"accuracy": accuracy, "format": form, "tool": tool, "looked": float(read.looked), "calls": read.calls}

@@ -71,7 +71,7 @@ class PyVisionReward:
     def _paid(self, found: Judged, components: Mapping[str, float], *, long: bool = False) -> Outcome:
         """``long``: an overlong answer, which keeps its bonus in the original."""
         if not isinstance(found, Scored):
-            return found
+            return replace(found, components={name: components[name] for name in ("calls", "format")})
         right = found.value >= self._settings.right_from
         accuracy = 0.0 if long else found.value
         value = accuracy + right * self._settings.per_call * components["calls"]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from rayloop.cli import main
+from rayloop.config.settings import dump
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import LOCK, PREFIX, private_cluster, sweep
 from rayloop.run.config import RunConfig
@@ -53,6 +55,34 @@ def test_a_configuration_whose_files_are_there_passes(tmp_path: Path) -> None:
 def test_what_is_not_there_is_named_with_its_key(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         preflight(config(tmp_path, **changes))
+
+
+def test_only_what_a_command_reads_must_be_there(tmp_path: Path) -> None:
+    gone = config(
+        tmp_path,
+        data={"train": "/nowhere/rows.jsonl", "eval": str(tmp_path / "rows.jsonl")},
+        checkpoint={"resume": "/nowhere/step_1"},
+    )
+    preflight(gone, trains=False, reads=("eval",))
+    with pytest.raises(ConfigError, match=r"data\.train: /nowhere/rows\.jsonl is no file"):
+        preflight(gone, trains=False, reads=("train",))
+
+
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--controls",), 2)])
+def test_an_evaluation_asks_for_training_rows_with_controls_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], code: int
+) -> None:
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda *_, **__: 0)
+    rows, run = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
+    made = config(tmp_path, data={"train": "/nowhere/rows.jsonl"})
+    run.write_text(dump(made), encoding="utf-8")
+    assert main(["eval", str(run), "--data", str(rows), "--out", str(tmp_path / "out"), *options]) == code
+
+
+def test_a_run_that_evaluates_names_held_out_rows_when_it_trains(tmp_path: Path) -> None:
+    unheld = config(tmp_path, evaluation={"every": 5})
+    preflight(unheld, trains=False, reads=("train",))
+    assert refusal(unheld) == "evaluation.every is 5, but data.eval names no rows. Set data.eval=FILE, or evaluation.every=0"
 
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

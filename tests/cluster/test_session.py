@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rayloop.cluster import session
-from rayloop.core.failures import ConfigError, Preempted, StorageFailed
+from rayloop.core.failures import ConfigError, MachineFailed, Preempted, StorageFailed
 from rayloop.launch.ray_process import LOGS
 from rayloop.run import place
 from rayloop.run.place import findable
@@ -57,14 +57,32 @@ def test_a_slow_start_is_tried_again(monkeypatch: pytest.MonkeyPatch, daemons: l
 
 def test_it_is_given_up_at_last(monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]) -> None:
     starting(monkeypatch, daemons, *[SLOW] * session.STARTS)
-    with pytest.raises(Exception, match="timed out during startup"):
+    with pytest.raises(
+        MachineFailed, match=r"Ray did not start here, 3 attempts in \d+ s: .*timed out.*`uptime`.*`df -h /dev/shm`"
+    ) as given_up:
         session.start("folder")
-    assert len(daemons) == session.STARTS
+    assert given_up.value.exit_code == 69
+    assert alive(daemons) == [False] * session.STARTS
+
+
+def test_the_logs_of_a_failed_start_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]
+) -> None:
+    def init(**options: Any) -> None:
+        folder = Path(options["_temp_dir"]) / LOGS
+        folder.mkdir(parents=True)
+        (folder / "gcs_server.out").write_text("no room", encoding="utf-8")
+        raise Exception("no space left on device")
+
+    monkeypatch.setattr(session.ray, "init", init)
+    with pytest.raises(MachineFailed), session.session({}, None, str(tmp_path), tmp_path / "logs"):
+        pass
+    assert (tmp_path / "logs/ray/gcs_server.out").read_text(encoding="utf-8") == "no room"
 
 
 def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]) -> None:
     starting(monkeypatch, daemons, "no space left on device")
-    with pytest.raises(Exception, match="no space left"):
+    with pytest.raises(MachineFailed, match=r"1 attempt in .*no space left"):
         session.start("folder")
     assert len(daemons) == 1
 

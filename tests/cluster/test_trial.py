@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 
 from rayloop.cli import main
 from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import RewardLost
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import Observation, ScoreContext, StepResult
 from rayloop.core.types import Message, Task, Trajectory
@@ -182,6 +184,12 @@ def test_an_environment_that_raises_is_shown_with_its_traceback(try_it: Try) -> 
     assert "<|im_start|>user" in text, "what the model saw is shown nevertheless"
 
 
+@pytest.mark.parametrize("held_out", ["/nowhere/val.jsonl", "null"])
+def test_held_out_rows_are_not_asked_for(try_it: Try, held_out: str) -> None:
+    code, text = try_it(f"data.eval={held_out}", "evaluation.every=5")
+    assert code == 0, text
+
+
 def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "ground_truth": "1"}, {"question": "b"}, {"prompt": "c"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -195,6 +203,55 @@ def test_a_row_without_truth_and_a_row_by_number(try_it: Try, tmp_path: Path) ->
     assert "--row 2: " in text
     assert "no column 'prompt'" in text
     assert "there is no such row" in try_it("--row", "9", **mine)[1]
+
+
+def test_a_judge_that_is_absent_is_named_in_seconds_with_what_needs_none(try_it: Try, tmp_path: Path) -> None:
+    row = {"prompt": "Which?", "answer": "red"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    found = {"use": "rayloop.judge.discovery:FileDiscovery", "with": {"path": str(tmp_path / "judge.json")}}
+    judge = {"use": "rayloop.judge.reward:JudgeReward", "with": {"judge": {"discovery": found}}}
+    source = {"use": "rayloop.recipes.pyvision.deepeyes:DeepEyesReward", "with": {"variant": "original", "mathematics": []}}
+    source["with"] |= {"accuracy": judge}  # type: ignore[operator]
+    began = time.monotonic()
+    code, text = try_it(data={"train": str(tmp_path / "rows.jsonl")}, reward__source=source)
+    assert time.monotonic() - began < 30
+    assert code == 69, text
+    before, _, after = text.partition(f"no judge answers (no judge has written its address to {tmp_path / 'judge.json'}")
+    assert "Which?<|im_end|>" in before
+    assert "answer 1: " in before
+    assert "python -m rayloop judge serve serve_apps/judge/configs/judge_openai.yaml" in after
+    assert "components: format 0, looked 0, calls 0" in after
+    assert "0 of 2 answers have a reward" in after
+
+
+class Lost(Broken):
+    """A grader that ends the run."""
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        raise RewardLost("gone")
+
+
+def test_prompt_and_answer_are_shown_before_the_reward_is_asked(try_it: Try) -> None:
+    code, text = try_it(reward__source={"use": f"{__name__}:Lost"})
+    assert code == 69, text
+    assert "what the model sees" in text
+    assert "answer 1: " in text
+
+
+def test_a_row_of_osworld_is_shown_and_its_python_asked_for_before_the_model_is_loaded(try_it: Try, tmp_path: Path) -> None:
+    task = {"id": "t", "instruction": "Open it.", "evaluator": {"func": "f"}}
+    row = {"prompt": "Do: {instruction}", "osworld": task}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    kind = {"use": "rayloop.envs.osworld.environment:OSWorld", "with": {"python": "/no/python", "cache": str(tmp_path / "cache")}}
+    mine = {"data": {"train": str(tmp_path / "rows.jsonl")}, "environment__episode": {"environment": kind}}
+    code, text = try_it(**mine)
+    assert code == 2, text
+    shown, _, refused = text.partition("OSWorldMissing: /no/python ")
+    assert "what the model sees first, but for the screen" in shown
+    assert "<|im_start|>user\n    Do: Open it.<|im_end|>\n" in shown
+    assert "pip install desktop-env" in refused
+    assert "environment.with.python" in refused
+    assert "loaded in" not in text
 
 
 def popping(task: Task) -> float:

@@ -21,7 +21,7 @@ from rayloop.core.types import Message, Task
 from rayloop.envs.grammar.actions import Actions
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.osworld.environment import OSWorld, code, rows
-from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, machines_of
+from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldMissing, OSWorldSettings, installed, machines_of
 
 pytestmark = pytest.mark.env
 STAND_IN = Path(__file__).parents[1] / "support" / "osworld_stand_in"
@@ -231,8 +231,16 @@ def test_a_machine_belongs_to_one_process_and_is_waited_for(make: Make) -> None:
 def test_a_boot_that_fails_says_why(make: Make) -> None:
     with pytest.raises(MachineLost, match="not ready after 300 s"):
         make(attempts=1, options={"boot": "fails"}).reset(task())
-    with pytest.raises(MachineLost, match="Python does not start"):
-        make(attempts=1, python="/no/such/python").reset(task())
+
+
+def test_a_python_without_osworld_is_refused_at_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSWorldMissing, match=r"/no/such/python does not start.*pip install desktop-env.*with\.python") as missing:
+        make(attempts=9, back_off=60, python="/no/such/python")
+    assert (missing.value.exit_code, isinstance(missing.value, MachineLost)) == (2, True)
+    monkeypatch.delenv("PYTHONPATH")
+    installed.cache_clear()
+    with pytest.raises(OSWorldMissing, match=r"has no desktop_env"):
+        make(attempts=9, back_off=60, python=sys.executable)
 
 
 def test_nothing_stays_when_it_is_closed(make: Make, tmp_path: Path) -> None:

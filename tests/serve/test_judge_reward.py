@@ -49,7 +49,9 @@ def stub(server: JudgeStub) -> JudgeStub:
     return server
 
 
-def rewards(url: str, *answers: str, timeout: float = 10.0, task: Task = TASK, **settings: Any) -> list[Outcome]:
+def rewards(
+    url: str, *answers: str, timeout: float = 10.0, task: Task = TASK, trial: bool = False, **settings: Any
+) -> list[Outcome]:
     """Score the answers one after the other with one reward source."""
 
     async def run() -> list[Outcome]:
@@ -57,13 +59,40 @@ def rewards(url: str, *answers: str, timeout: float = 10.0, task: Task = TASK, *
         source = JudgeReward(JudgeReward.Settings(judge=client, **settings))
         try:
             return [
-                await source.score(TRAJECTORY, task, ScoreContext(1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout))
+                await source.score(
+                    TRAJECTORY, task, ScoreContext(1, [f"thinking <answer>{a}</answer><|im_end|>"], timeout, trial=trial)
+                )
                 for a in answers
             ]
         finally:
             await source.client.close()
 
     return asyncio.run(run())
+
+
+def test_a_trial_waits_for_no_judge() -> None:
+    async def run(url: str, **settings: Any) -> Outcome:
+        source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url=url, **FAST), **settings))
+        try:
+            return await source.score(TRAJECTORY, TASK, ScoreContext(1, ["<answer>crimson</answer>"], 600.0, trial=True))
+        finally:
+            await source.client.close()
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        absent = asyncio.run(asyncio.wait_for(run(url), 15))
+    assert isinstance(absent, Unscored)
+    assert absent.kind is UnscoredKind.REWARD_UNAVAILABLE
+    assert absent.reason.startswith(f"no judge answers ({url}: ConnectError")
+
+
+def test_a_trial_gives_up_on_a_judge_that_only_fails(stub: JudgeStub) -> None:
+    stub.always = status(503)
+    outcome = rewards(stub.url, "crimson", timeout=600.0, trial=True, patience=0.5)[0]
+    assert isinstance(outcome, Unscored)
+    assert outcome.kind is UnscoredKind.REWARD_UNAVAILABLE
+    assert "HTTP 503" in outcome.reason
 
 
 def test_a_verdict_is_a_reward(stub: JudgeStub) -> None:

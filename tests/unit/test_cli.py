@@ -55,7 +55,7 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
 ) -> None:
     """Its folder has no revisions."""
     seen: list[RunConfig] = []
-    monkeypatch.setattr("rayloop.commands.eval.preflight", lambda config, trains: seen.append(config))
+    monkeypatch.setattr("rayloop.commands.eval.preflight", lambda config, trains, reads: seen.append(config))
     monkeypatch.setattr("rayloop.cluster.stages.evaluate.evaluate", lambda config, *_, **__: 0)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}", encoding="utf-8")

@@ -171,8 +171,14 @@ class ScreenEnvironment:
     def _first(self, task: Task, instruction: str, *seen: str | ImageSource) -> Observation:
         """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one, and what is ``seen`` behind it."""
         self._acted = 0
-        *before, last = task.messages
-        texts = [part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts]
+        *before, last = told(task, instruction)
         if self._screen.variant == "original":
-            return Observation((*before, Message(last.role, tuple(texts)), Message(self._screen.role, seen)))
-        return Observation((*before, Message(last.role, (*texts, *seen))))
+            return Observation((*before, last, Message(self._screen.role, seen)))
+        return Observation((*before, Message(last.role, (*last.parts, *seen))))
+
+
+def told(task: Task, instruction: str) -> Sequence[Message]:
+    """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one."""
+    *before, last = task.messages
+    texts = [part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts]
+    return *before, Message(last.role, tuple(texts))

@@ -13,10 +13,10 @@ from uuid import uuid4
 from rayloop.config.settings import local_path
 from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.protocols import Observation, StepResult
-from rayloop.core.types import ImageSource, Task
+from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
-from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment
-from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, machines_of
+from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, told
+from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, installed, machines_of
 
 
 @dataclass
@@ -79,15 +79,21 @@ class OSWorld(ScreenEnvironment):
 
     def __init__(self, settings: OSWorldSettings) -> None:
         super().__init__(settings)
+        installed(str(local_path(settings.python)))
         self._settings = settings
         self._machines = machines_of(settings)
         self._machine: Machine | None = None
         self._broken = False
         self._trace = ResultFiles()
 
+    @staticmethod
+    def preview(settings: OSWorldSettings, task: Task) -> Sequence[Message]:
+        """The first messages but for the screen, for which no machine is needed. Raises DataFailure."""
+        return told(task, str(_task_of(task, settings.tasks)["instruction"]))
+
     def reset(self, task: Task) -> Observation:
         """Tries other machines, with growing pauses between. Raises DataFailure, MachineLost when all attempts failed."""
-        config = self._config(task)
+        config = _task_of(task, self._settings.tasks)
         name = task.extra["osworld"]
         own = name if isinstance(name, str) else f"{config.get('domain', 'unknown')}/{config['id']}"
         self._trace = ResultFiles.of(self._settings.results, own)
@@ -161,21 +167,22 @@ class OSWorld(ScreenEnvironment):
             return "FAIL"  # the right answer to a task that cannot be done
         return code(self._settings.pointing.on(action, self._settings.width, self._settings.height))
 
-    def _config(self, task: Task) -> Mapping[str, Any]:
-        """Raises DataFailure."""
-        found = task.extra.get("osworld")
-        if isinstance(found, str) and self._settings.tasks:
-            folder = local_path(self._settings.tasks)
-            path = (folder / f"{found}.json").resolve()
-            if not path.is_relative_to(folder.resolve()):
-                raise DataFailure(task.id, f"the row's `osworld` {found!r} leads out of {folder}")
-            try:
-                found = json.loads(path.read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise DataFailure(task.id, f"the OSWorld task {path} cannot be read: {error}") from error
-        if not (isinstance(found, Mapping) and {"id", "instruction", "evaluator"} <= set(found)):
-            raise DataFailure(task.id, "the row's `osworld` is no task of OSWorld: domain/id below `tasks`, or its JSON")
-        return found
+
+def _task_of(task: Task, tasks: str) -> Mapping[str, Any]:
+    """OSWorld's JSON of the row's task, from the folder ``tasks`` where the row names it. Raises DataFailure."""
+    found = task.extra.get("osworld")
+    if isinstance(found, str) and tasks:
+        folder = local_path(tasks)
+        path = (folder / f"{found}.json").resolve()
+        if not path.is_relative_to(folder.resolve()):
+            raise DataFailure(task.id, f"the row's `osworld` {found!r} leads out of {folder}")
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataFailure(task.id, f"the OSWorld task {path} cannot be read: {error}") from error
+    if not (isinstance(found, Mapping) and {"id", "instruction", "evaluator"} <= set(found)):
+        raise DataFailure(task.id, "the row's `osworld` is no task of OSWorld: domain/id below `tasks`, or its JSON")
+    return found
 
 
 def rows(path: Path, prompt: object = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:

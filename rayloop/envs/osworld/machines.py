@@ -1,6 +1,7 @@
 """OSWorld's machines on this node: each has a process in OSWorld's Python, a lock against sharing, and rest after a failure."""
 
 import fcntl
+import functools
 import os
 import signal
 import socket
@@ -67,6 +68,28 @@ class OSWorldSettings(ScreenSettings):
 
 class MachineLost(InfrastructureFailure):
     """A machine, or OSWorld's process, raised, ended or did not answer: never a result, and never a reward."""
+
+
+class OSWorldMissing(MachineLost):
+    """The Python that should have OSWorld is not there, or does not have it: no attempt and no machine of this node helps."""
+
+    exit_code = 2
+
+
+@functools.cache
+def installed(python: str) -> None:
+    """Raises OSWorldMissing unless that Python starts and has ``desktop-env``."""
+    program = "import importlib.util as u; raise SystemExit(u.find_spec('desktop_env') is None)"
+    try:
+        found = subprocess.run([python, "-c", program], stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 0
+        why = "" if found else "has no desktop_env"
+    except (OSError, subprocess.SubprocessError) as error:
+        why = f"does not start ({getattr(error, 'strerror', None) or error})"
+    if why:
+        raise OSWorldMissing(
+            f"{python} {why}. `python -m venv DIR && DIR/bin/pip install desktop-env`, then set "
+            "environment.episode.environment.with.python=DIR/bin/python (docs/environments.md)"
+        )
 
 
 class Machine:

@@ -36,6 +36,21 @@ def test_a_row_whose_answer_has_no_score_is_kept_as_unknown(tmp_path: Path, caps
     assert "3 of 3 rows are kept: 1 solved at least once, 2 unknown" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [([], "it is played: name the run's configuration with --config"), (["--config", "/nowhere/run.yaml"], "/nowhere/run.yaml")],
+)
+def test_what_playing_needs_is_asked_for_before_rows_are_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    written(tmp_path / "list.json", {"os": []})
+    assert main([*osworld(tmp_path, "list.json"), "--solvable-by", str(tmp_path), *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*osworld(tmp_path, "list.json"), "--solvable-by", "/nowhere/model", *options]) == 2
+    assert "--solvable-by: /nowhere/model is not there" in capsys.readouterr().err
+
+
 def test_an_evaluation_without_the_score_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert prepared(tmp_path, [item("os/1", reward=1.0)]) == 2
     assert f"no answer of {tmp_path / 'played'} has the score success" in capsys.readouterr().err
