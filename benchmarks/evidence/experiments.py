@@ -178,7 +178,9 @@ EXPERIMENTS = {
     "variants_arpo": _variants("arpo", "success", "steps=12", "evaluation.every=6"),
     "variants_pyvision": _variants(
         "pyvision", "accuracy", "steps=12", "evaluation.every=4",
-        needs="python -m rayloop data prepare pyvision --out runs/data/pyvision"
+        needs="python -m rayloop data prepare pyvision --out runs/data/pyvision; python -m benchmarks.makers.code_demonstrations "
+        "runs/data/pyvision_original --rows 400 --config recipes/pyvision/quickstart_original.yaml; python -m rayloop sft "
+        "benchmarks/makers/pyvision/original.yaml",
     ),
     "variants_chart_rvr": _variants(
         "chart_rvr", "accuracy", "steps=20", "evaluation.every=10", "data.eval=runs/data/chart_rvr/test.jsonl",
