@@ -131,14 +131,15 @@ def draw(experiment: Experiment, found: Record) -> None:
 
 
 def _draw_steps(axis: Any, score: str, runs: Sequence[tuple[str, Record]], names: Sequence[str]) -> None:
-    """Training as lines, held-out rows, sampled, as points; a colour for each of ``names``."""
+    """Training as lines, held-out rows, sampled where they are, as points; a colour for each of ``names``."""
     drawn = set[str]()
     for name, run in runs:
         colour = f"C{names.index(name)}"
         values = run["training"].get("reward/mean" if score == "reward" else f"reward/component/{score}/mean", [])
         label = "_" if name in drawn else name
         axis.plot(range(1, len(values) + 1), values, color=colour, alpha=0.5, label=label)
-        points = {int(step): held["arms"]["sampled"][score][0] for step, held in run["held_out"].items()}
+        shown = {int(step): held["arms"].get("sampled", held["arms"]["right"]) for step, held in run["held_out"].items()}
+        points = {step: scores[score][0] for step, scores in shown.items()}
         axis.plot([*points], [*points.values()], "o", color=colour)
         drawn.add(name)
     axis.set(xlabel="step", ylabel=score, ylim=(0, None))
