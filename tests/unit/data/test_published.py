@@ -492,14 +492,14 @@ def test_rows_that_were_never_solved_are_left_out(
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr("rayloop.commands.data.subprocess.run", eval_of)
-    assert main([*command, "--solvable-by", "owner/model"]) == 2
+    (model := tmp_path / "model").mkdir()
+    assert main([*command, "--solvable-by", str(model)]) == 2
     assert "--config" in capsys.readouterr().err
     config = str(Path(recipes.__path__[0]) / "arpo/quickstart.yaml")
-    assert main([*command, "--solvable-by", "owner/model", "--config", config, "--attempts", "2", "--max-samples", "4"]) == 0
-    assert asked[0][3:] == ["eval", config, "--checkpoint", "owner/model", "--data", str(tmp_path / "out/train.jsonl"),
+    assert main([*command, "--solvable-by", str(model), "--config", config, "--attempts", "2", "--max-samples", "4"]) == 0
+    assert asked[0][3:] == ["eval", config, "--checkpoint", str(model), "--data", str(tmp_path / "out/train.jsonl"),
                             "--samples", "2", "--out", str(tmp_path / "out/solvable"), *asked[0][13:]]  # fmt: skip
     played = read(Path(config), asked[0][13:])
     assert [(play.arm, play.sample) for play in plays(played, [Task("os/1", (), None)], controls=False, samples=2)] == [
         ("right", 0), ("right", 1)
     ], "as many answers as were asked for"  # fmt: skip
-    assert Path(played.data.train).is_file(), "that of the configuration need not be there"
