@@ -171,13 +171,13 @@ class ScreenEnvironment:
     def _first(self, task: Task, instruction: str, *seen: str | ImageSource) -> Observation:
         """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one, and what is ``seen`` behind it."""
         self._acted = 0
-        *before, last = told(task, instruction)
+        *before, last = with_instruction(task, instruction)
         if self._screen.variant == "original":
             return Observation((*before, last, Message(self._screen.role, seen)))
         return Observation((*before, Message(last.role, (*last.parts, *seen))))
 
 
-def told(task: Task, instruction: str) -> Sequence[Message]:
+def with_instruction(task: Task, instruction: str) -> Sequence[Message]:
     """The row's messages with ``instruction`` in place of ``{instruction}`` in the last one."""
     *before, last = task.messages
     texts = [part.replace(INSTRUCTION, instruction) if isinstance(part, str) else part for part in last.parts]

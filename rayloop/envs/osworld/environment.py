@@ -15,7 +15,7 @@ from rayloop.core.failures import DataFailure, EnvironmentFailed
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.grammar.actions import Action, CallUser, Click, Drag, Finish, HoldKey, Hotkey, Hover, Scroll, Sleep, Type
-from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, told
+from rayloop.envs.grammar.screens import UI_TARS_OR_FAIL, ScreenEnvironment, with_instruction
 from rayloop.envs.osworld.machines import Machine, MachineLost, OSWorldSettings, installed, machines_of
 
 
@@ -89,7 +89,7 @@ class OSWorld(ScreenEnvironment):
     @staticmethod
     def preview(settings: OSWorldSettings, task: Task) -> Sequence[Message]:
         """The first messages but for the screen, for which no machine is needed. Raises DataFailure."""
-        return told(task, str(_task_of(task, settings.tasks)["instruction"]))
+        return with_instruction(task, str(_task_of(task, settings.tasks)["instruction"]))
 
     def reset(self, task: Task) -> Observation:
         """Tries other machines, with growing pauses between. Raises DataFailure, MachineLost when all attempts failed."""
