@@ -24,7 +24,7 @@ test: lint
 
 test-env: $(VENV)/.env
 	$(BIN)/python -m tests.envs.programs install
-	$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m env tests/envs tests/contracts tests/cluster
+	$(BIN)/python -m pytest -q -rs -n 2 --dist loadfile -m env tests/envs tests/contracts tests/cluster tests/originals
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow_faults
@@ -103,6 +103,8 @@ $(VENV)/.env: $(VENV)/.dev
 	$(BIN)/python -m pip install -q -e ".[browser,desktop,gymnasium,mcp,openenv]" -c constraints.txt
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
+	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 # some of its files are read, beside ours (tests/originals/test_verl.py)
+	rm -rf "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests" # which verl brings, and which hides ours
 	touch $@
 
 $(VENV)/.judge: $(VENV)/.dev

@@ -56,8 +56,10 @@ class EnvironmentActor(Actor):
         """``timeout``: seconds for a whole episode; ``at_once``: how many are played, None for all (``environment.*``)."""
         self._settings = episode
         self._renderer = Renderer(model)
-        for kind in (episode.environment, *(kinds or {}).values()):
+        every = (episode.environment, *(kinds or {}).values())
+        for kind in every:
             kind.options()
+        self._leads = any(kind.leads for kind in every)
         self._environments = Environments(episode.environment, kinds or {})
         self._timeout = timeout
         self._room = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
@@ -75,7 +77,8 @@ class EnvironmentActor(Actor):
         A failure has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most. Raises WorkerSpent at once."""
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
-        first = FirstTurn(len(requests), self._images) if len(requests) > 1 and self._for(requests[0]).max_turns == 1 else None
+        single = self._for(requests[0]).max_turns == 1 and not self._leads
+        first = FirstTurn(len(requests), self._images) if len(requests) > 1 and single else None
         timeout = self._timeout * REQUEST_SHARE
         engines = [LeasedEngine(request, lease, driver, timeout, self._images, first) for request in requests]
         prompts = FirstPrompts(self._renderer)

@@ -13,14 +13,16 @@ import ray
 from rayloop.actors.base import Actor
 from rayloop.actors.failures import fetch
 from rayloop.core.files import Checksum, appears
-from rayloop.core.groups import Group, Member
+from rayloop.core.groups import Credit, Group, Member
+from rayloop.core.model_files import resolve
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
 from rayloop.engines.machine import grow_segments
 from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.balance import MemberLength, shares
+from rayloop.grpo.losses.settings import LossSettings
 from rayloop.grpo.minibatches import mini_batches
-from rayloop.grpo.settings import LossSettings, UpdateSettings
+from rayloop.grpo.settings import UpdateSettings
 from rayloop.grpo.staleness import lag
 from rayloop.transports.seam import Sender
 from rayloop.transports.settings import CudaIpcTransport, TransportSettings
@@ -34,10 +36,11 @@ class Assignment:
 
     id: TrajectoryId
     payload: Ref[Trajectory]
-    advantage: float
+    credit: Credit
     reference: Ref[Any] | None = None
     on_policy: bool = False
     lag: int = 0
+    group_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +75,13 @@ def assignments(
     """The kept members of the groups that each rank trains on, for each update of a step. Mini-batches are cut at group boundaries
     and shuffled by seed and step; whole groups are spread over the ranks (``shares``). ``nominal``: trajectories of a full step."""
 
-    def assignment(member: Member) -> Assignment:
-        assert member.advantage is not None
+    def assignment(member: Member, group_tokens: int) -> Assignment:
+        assert member.credit is not None
         assert member.payload is not None
         return Assignment(
-            member.summary.id, member.payload, member.advantage, member.reference,
+            member.summary.id, member.payload, member.credit, member.reference,
             on_policy=member.replayed and treat_as_on_policy, lag=lag(member.summary.first_version, version),
+            group_tokens=group_tokens,
         )  # fmt: skip
 
     plan: list[list[list[Assignment]]] = [[] for _ in range(ranks)]
@@ -85,8 +89,9 @@ def assignments(
     for batch in mini_batches(sizes, update, seed, version.step, nominal):
         kept = [groups[index].kept for index in batch]
         lengths = [[MemberLength.of(member.summary) for member in members] for members in kept]
+        tokens = [sum(member.summary.sampled_tokens for member in members) for members in kept]
         for rank, share in enumerate(shares(lengths, ranks)):
-            plan[rank].append([assignment(kept[group][member]) for group, member in share])
+            plan[rank].append([assignment(kept[group][member], tokens[group]) for group, member in share])
     return plan
 
 
@@ -162,7 +167,19 @@ class PolicyRank(Actor):
             updates = [[replace(a, reference=a.payload) for a in update] for update in updates]
         report = self.engine.train(
             [
-                [TrainItem(found[a.payload], a.advantage, references.get(a.reference), a.on_policy, a.lag) for a in update]
+                [
+                    TrainItem(
+                        found[a.payload],
+                        a.credit.advantage,
+                        references.get(a.reference),
+                        a.on_policy,
+                        a.lag,
+                        a.credit.turns,
+                        a.credit.streams,
+                        a.group_tokens,
+                    )
+                    for a in update
+                ]
                 for update in updates
             ]
         )
@@ -195,6 +212,16 @@ class PolicyRank(Actor):
             return None, None
         update = self.sender.pack(version, tensors)
         return update.manifest, update.source
+
+    def write_model(self, folder: str, version: Version) -> None:
+        """Gather the weights; rank 0 writes them as a model folder, which appears when it is whole."""
+        tensors = self.engine.export(version)
+        if self.rank == 0:
+            from rayloop.engines.models import save_model
+
+            model, aside = self.settings.model, Path(f"{folder}.tmp")
+            save_model(resolve(model.path, model.revision).folder, aside, tensors)
+            aside.rename(folder)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """A method of the transport's sender, for its half in the driver (``rayloop.transports.seam.Policy``)."""

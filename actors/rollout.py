@@ -12,9 +12,10 @@ from ray.exceptions import RayTaskError
 from rayloop.actors.base import Actor
 from rayloop.actors.failures import as_value
 from rayloop.actors.images import ImageCache, MissingImages
+from rayloop.config.model import Dtype
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
-from rayloop.engines.settings import Dtype, EngineChoice, EnginePlace, ModelSettings, build_engine
+from rayloop.engines.settings import EngineChoice, EnginePlace, ModelSettings, build_engine
 from rayloop.transports.plain import Arrays, ArraySender
 from rayloop.transports.seam import WeightUpdate
 from rayloop.transports.seam import transport as choose

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks import judge, latency, memory, multi_turn, rollout, scale, shares, start, step, structure, train, weight_sync
-from benchmarks.envs import browser, desktop
+from benchmarks.envs import agents, browser, desktop
 from benchmarks.interpreter import sandbox
 from benchmarks.trainer import saving
 from rayloop.cli import main
@@ -32,6 +32,7 @@ ACTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "memory": (memory.add_arguments, "whether a run's processes grow"),
     "sandbox": (sandbox.add_arguments, "the policy's Python: ready, called, fifty at once, and their memory"),
     "structure": (structure.add_arguments, "lines, cycles, keys and fan-out of a checkout"),
+    "agents": (agents.add_arguments, "what the endpoint of agents costs a call"),
     "judge": (judge.add_arguments, "what client and Ray Serve add to the judge's model"),
 }
 

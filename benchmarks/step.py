@@ -23,11 +23,11 @@ from typing import Any, get_args
 import yaml
 
 from benchmarks.measure import PeakMemory, alternately, machine
+from rayloop.config.model import Dtype
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Task, Trajectory
-from rayloop.engines.settings import Dtype
 from rayloop.estimate.shape import read_shape
 from rayloop.launch.ray_variables import private_cluster
 from rayloop.run.config import RunConfig

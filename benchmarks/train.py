@@ -21,10 +21,11 @@ from statistics import median
 from typing import Any, get_args
 
 from benchmarks.measure import machine
+from rayloop.config.model import Dtype
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, ImageRef, Sampling, TokenIds, Trajectory, TrajectoryId, Turn, Version
-from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.grpo.settings import LossSettings
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.grpo.losses.settings import PpoLoss
 
 SIDE = 2048
 """Of the square matrices on CPU; GPUs need larger ones to reach their ceiling."""
@@ -61,9 +62,7 @@ def _train(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     model, batch = _of_config(arguments) if arguments.config else _random(arguments)
     address = f"file://{tempfile.mkdtemp()}/group"
-    trainer = FsdpEngine(
-        model, settings, OptimizerSettings(lr=1e-5), LossSettings(), rank=0, world_size=1, init_method=address, seed=0
-    )
+    trainer = FsdpEngine(model, settings, OptimizerSettings(lr=1e-5), PpoLoss(), rank=0, world_size=1, init_method=address, seed=0)
     seconds, processor, ceilings = [], [], []
     for number in range(arguments.rounds + 1):
         ceilings.append(ceiling(arguments.dtype))
@@ -125,7 +124,7 @@ def _of_config(arguments: argparse.Namespace) -> tuple[ModelSettings, list[Train
 
     config = read(arguments.config, [])
     renderer, data = Renderer(config.model), config.data
-    rows = Dataset(data.train, data.reader.build(), data.strict, lambda _: None)
+    rows = Dataset(data.train, data.reader.build(), False, lambda _: None)
     sampling, made = renderer.sampling(config.rollout.sampling.sampling()), []
     for number in range(config.algorithm.groups_per_step):
         prompt = renderer.prompt(rows[number].messages)

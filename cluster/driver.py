@@ -16,6 +16,7 @@ from rayloop.actors.lease import LeasesEngines
 from rayloop.actors.policy import PolicyRank
 from rayloop.actors.reference import ReferenceActor
 from rayloop.cluster.loop.ending import ended
+from rayloop.cluster.loop.refreshing import RefreshedReference
 from rayloop.cluster.loop.saving import SavedStep, Saving, capture
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.services import TrainingServices
@@ -29,7 +30,7 @@ from rayloop.core.failures import GenerationBudgetSpent, GraderBroken, PolicyLos
 from rayloop.core.groups import Group
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId, Version
-from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.advantage import build_advantage, over_step, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.finished import without
@@ -56,7 +57,7 @@ class Driver:
         self, config: RunConfig, services: TrainingServices, reporter: Reporter, origin: Origin,
         handle: Handle[LeasesEngines], hashes: Mapping[str, str] = NOTHING,
     ) -> None:  # fmt: skip
-        """Reads the data. Raises DataFailure (``data.strict``) and ConfigError."""
+        """Reads the data. Raises ConfigError."""
         self.config, self.services, self.reporter = config, services, reporter
         self.origin, self.hashes = origin, hashes
         self.step, self.version = 0, Version(0, 0)
@@ -69,12 +70,15 @@ class Driver:
         self.ledger = Ledger()
         self.weight_sync = WeightSync(config, services, reporter)
         self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.WarningEvent(why)))
+        self.reference = RefreshedReference(config.reference.refresh_every, reporter.folder.path)
         self.saving = Saving(
-            self.checkpoints, reporter.event, beside=config.checkpoint.asynchronous, timeout=config.policy.step_timeout
-        )
+            self.checkpoints, reporter.event, beside=config.checkpoint.asynchronous, timeout=config.policy.step_timeout,
+            beforehand=self.reference.keep,
+        )  # fmt: skip
         self.history = FailureHistory(config.environment)
         self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter, self.history)
         self.filters = build_filters(config.algorithm.filtering.filters)
+        self.advantage = build_advantage(config.algorithm.advantage)
         for why in filter(None, (on_training_rows(config), never_evaluated(config))):
             reporter.event(incidents.WarningEvent(why))
         self.held_out = held_out_rows(config, reporter)
@@ -105,7 +109,7 @@ class Driver:
     async def finish(self, group: Group) -> Group:
         """Called as soon as a group's last trajectory is scored; what it returns competes for the next step."""
         group = self.rollouts.finished.replay(group, self.step)  # ARPO, before the statistics; off by default
-        group = with_advantages(group, self.config.algorithm.advantage.rules)  # over the scored members
+        group = with_advantages(group, self.advantage)  # over the scored members
         group = apply_filters(group, self.filters)  # may leave it partial, or empty
         return await self.annotate(group)  # skipped without a KL term; off the training path
 
@@ -162,6 +166,7 @@ class Driver:
                 why = f"{gone} was saved below {self.checkpoints.folder}, and no checkpoint is left there: the run begins at step 0"
                 self.reporter.event(incidents.WarningEvent(why))
             self.reinstate(self.initial)
+            self.reference.restore(None)
         await until_stopped(self.stopping, self.rollouts.ready.complete(self.annotate))
         lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)
@@ -175,8 +180,9 @@ class Driver:
             self.saving.saved = self.version, checkpoint
 
     async def take(self, checkpoint: Checkpoint) -> None:
-        """Restore the policy and the driver."""
+        """Restore the policy, a refreshed reference and the driver."""
         await self.services.policy.load(checkpoint.trainer, checkpoint.sums)
+        await asyncio.to_thread(self.reference.restore, checkpoint)
         self.reinstate(checkpoint.state())
         earlier = checkpoint.lineage <= self.origin.since
         if self.config.checkpoint.named and earlier and (tasks := self.rollouts.clear_quarantine()):
@@ -184,8 +190,10 @@ class Driver:
 
     @timed("update_weights")
     async def sync_weights(self) -> None:
-        """Bring the weights of this step to the engines; a stop ends it early."""
+        """Bring the weights of this step to the engines, and to the reference when due; a stop ends it early."""
         self.version, self.updating = Version(self.version.lineage, self.step), False
+        if self.step > self.begun:
+            await self.reference.refresh(self.services.policy, self.version)
         with suppress(Preempted):  # collect() raises it again; the step is still recorded and saved
             await until_stopped(self.stopping, self.weight_sync.send(self.version))
         self.rollouts.synced(self.version)
@@ -236,7 +244,11 @@ class Driver:
         """Each rank fetches its share, before any of them waits for another. Returns the lost trajectories."""
         c = self.config.algorithm
         fetched = self.services.policy.fetch(
-            groups, seed=self.config.seed, version=self.version, nominal=c.target, treat_as_on_policy=c.replay.kind == "on_policy"
+            over_step(groups, self.advantage),
+            seed=self.config.seed,
+            version=self.version,
+            nominal=c.target,
+            treat_as_on_policy=c.replay.kind == "on_policy",
         )
         return await until_stopped(self.stopping, fetched)
 
@@ -247,7 +259,8 @@ class Driver:
             return group
         payloads = [member.payload for _, member in kept if member.payload is not None]
         reference = self.services.reference.within(self.config.policy.step_timeout * REFERENCE_SHARE, ATTEMPTS)
-        lost, arrays = await reference.split(1 + len(kept), ReferenceActor.annotate, payloads)
+        folder = None if self.reference.folder is None else str(self.reference.folder.resolve())
+        lost, arrays = await reference.split(1 + len(kept), ReferenceActor.annotate, payloads, folder)
         group = group.with_references({i: array for (i, _), array in zip(kept, arrays, strict=True)})
         if lost:
             ids = {kept[i][1].summary.id for i in lost}

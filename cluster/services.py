@@ -29,9 +29,10 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import PolicyLost, ResourcesUnavailable, WorkerLost
-from rayloop.run.config import Placement, RunConfig
+from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, demand, needs, total
 from rayloop.run.preflight import held_in
+from rayloop.run.roles import Placement
 
 A = TypeVar("A", bound=Pooled)
 
@@ -176,7 +177,7 @@ class Services:
 
 
 class TrainingServices(Services):
-    """All actors of a run: also the policy's ranks, and the frozen reference if the run has one."""
+    """All actors of a run: also the policy's ranks, and the reference if the run has one."""
 
     trains = True
 
@@ -200,7 +201,7 @@ class TrainingServices(Services):
         if c.reference_kind == "actor":
             self.reference = self._pool(
                 "reference", c.reference.actors, c.reference.placement,
-                lambda options: create(ReferenceActor, options, c.model, c.scorer),
+                lambda options: create(ReferenceActor, options, c.reference.model(c.model), c.scorer, c.reference.server),
             )  # fmt: skip
             self.pools.append(self.reference)
         return [*super()._starts(), self._up(self._start_policy(), c.policy.ranks)]

@@ -19,7 +19,7 @@ from rayloop.chat.rendering import Renderer
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.groups import Group, Member
 from rayloop.core.protocols import ScoreContext, TrainItem
-from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version, derive
+from rayloop.core.types import Completion, EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version, derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.engines.generation.decoding import Decoder, DecodeRequest
@@ -29,13 +29,14 @@ from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.optimizer import learning_rate
 from rayloop.engines.training.scorer import Scorer, score
 from rayloop.envs.episode import summarize
-from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.advantage import CheckedAdvantage, with_advantages
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.filters import build_filters
-from rayloop.grpo.loss import Denominator, policy_loss, token_weights
+from rayloop.grpo.losses.policy import Denominator, PolicyLoss, token_weights
+from rayloop.grpo.losses.settings import PpoLoss
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.selection import apply_filters, enough, select
-from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, LossSettings, UpdateSettings
+from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, UpdateSettings
 from rayloop.grpo.staleness import AcceptanceRate
 from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.arc_vision.reward import IoUReward
@@ -45,13 +46,14 @@ MODEL = ModelSettings(path=str(FOLDER / "loose"), min_pixels=37632, max_pixels=3
 ROWS, READER, SAMPLING = FOLDER / "pages/train.parquet", GroundingRows.Settings(prompt="{instruction}"), Sampling(max_tokens=12)
 SEED, STEPS, GROUPS, GROUP_SIZE, THREADS = 0, 12, 8, 8, 1
 ADVANTAGE, FILTERING, UPDATE, ENGINE = AdvantageSettings(), FilteringSettings(), UpdateSettings(mini_batches=2), FsdpSettings()
-LOSS, OPTIMIZER = LossSettings(clip_high=0.28), OptimizerSettings(lr=3e-4, betas=(0.9, 0.95))
+LOSS, OPTIMIZER = PpoLoss(clip_high=0.28), OptimizerSettings(lr=3e-4, betas=(0.9, 0.95))
 
 
 class OneFile:
     """A run: gradients change ``policy``, and ``sampler`` is a copy of it that is renewed after each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = SEED, advantage: CheckedAdvantage | AdvantageSettings = ADVANTAGE) -> None:
+        self.seed, self.advantage = seed, advantage
         torch.set_num_threads(THREADS)
         self.policy, self.sampler = load_model(MODEL), load_model(MODEL)
         self.scorer = Scorer(self.policy, ENGINE.logprob_chunk)
@@ -60,7 +62,7 @@ class OneFile:
         self.adamw = torch.optim.AdamW(self.policy.parameters(), betas=OPTIMIZER.betas, weight_decay=0, fused=True)
         self.renderer, self.reward, self.filters = Renderer(MODEL), IoUReward(), build_filters(FILTERING.filters)
         self.dataset = Dataset(ROWS, GroundingRows(READER), True, lambda failure: None)
-        self.cursor = TaskCursor(len(self.dataset), SEED)
+        self.cursor = TaskCursor(len(self.dataset), self.seed)
         self.acceptance = AcceptanceRate(4 * GROUPS * GROUP_SIZE, 1 / FILTERING.max_generation_batches)
         self.trajectories: dict[TrajectoryId, Trajectory] = {}
         self.step = self.updates = self.played = 0
@@ -82,7 +84,7 @@ class OneFile:
         while not enough(survivors, target, batches if len(groups) >= budget else 0, FILTERING, {}):
             wanted = math.ceil((target - survivors) / (GROUP_SIZE * self.acceptance.value))
             for _ in range(min(wanted, budget - len(groups))):
-                groups.append(apply_filters(with_advantages(self.play(), ADVANTAGE), self.filters))
+                groups.append(apply_filters(with_advantages(self.play(), self.advantage), self.filters))
                 self.acceptance.observe(len(groups[-1].kept), GROUP_SIZE)
             survivors = sum(len(group.kept) for group in groups)
         return groups
@@ -100,12 +102,12 @@ class OneFile:
             asked = TokenPrompt(shown.token_ids, shown.images, seed=derive(seed, "turn", 0))
             return DecodeRequest(asked, sampling, lambda *answer: answers.update({seed: answer}), print, lambda: False)
 
-        seeds = [derive(SEED, task.id, sample, visit) for sample in range(GROUP_SIZE)]
+        seeds = [derive(self.seed, task.id, sample, visit) for sample in range(GROUP_SIZE)]
         self.decoder.decode(sorted(map(row, seeds), key=lambda one: one.prompt.seed))  # the order of a deterministic run
         members = []
         for sample, seed in enumerate(seeds):
-            (token_ids, logprobs, finish), id = answers[seed], TrajectoryId(self.played, sample)
-            turns = (prompt, Turn("assistant", token_ids, (), logprobs, Version(0, self.step), finish))
+            (token_ids, logprobs, finish, kept), id = answers[seed], TrajectoryId(self.played, sample)
+            turns = (prompt, Completion(token_ids, logprobs, finish, Version(0, self.step), kept).turn)
             trajectory = Trajectory(id, 0, task.id, seed, turns, sampling, EndReason.DONE, image_bytes=images)
             outcome = self.reward.score(trajectory, task, ScoreContext(self.step, [self.renderer.decode(token_ids)], 60.0))
             members.append(Member(summarize(trajectory, task, 0.0, self.renderer.image_token), outcome))
@@ -115,7 +117,7 @@ class OneFile:
     def train(self, groups: Sequence[Group]) -> list[float]:
         """One optimizer update per mini-batch. Returns their losses."""
         items = [[TrainItem(self.trajectories[m.summary.id], m.advantage or 0.0) for m in group.kept] for group in groups]
-        plan = mini_batches([len(group) for group in items], UPDATE, SEED, self.step, GROUPS * GROUP_SIZE)
+        plan = mini_batches([len(group) for group in items], UPDATE, self.seed, self.step, GROUPS * GROUP_SIZE)
         updates = [[self.collator.sample(item) for index in indices for item in items[index]] for indices in plan]
         if len(updates) > 1:  # the later ratios are to the policy before the first update
             every = [sample for update in updates for sample in update]
@@ -128,10 +130,10 @@ class OneFile:
     def update(self, samples: Sequence[TrainSample]) -> float:
         """One step of AdamW on the clipped loss over all sampled tokens. Returns the loss."""
         denominator, loss = Denominator(sum(len(s.predict) for s in samples), len(samples)), 0.0
-        for batch in self.collator.ahead(self.collator.plan([s for s in samples if s.advantage != 0])):
+        for batch in self.collator.ahead(self.collator.plan([s for s in samples if s.teaches])):
             current, _ = self.scorer(batch)
             old = current.detach() if batch.old is None else batch.old
-            per_token = policy_loss(current, old, batch.behaviour, batch.advantage, LOSS).loss
+            per_token = PolicyLoss(LOSS)(current, old, batch.behaviour, batch.advantage, batch.segment).loss
             part = (token_weights(batch.segment, LOSS, denominator) * per_token).sum()
             part.backward()
             loss += part.item()

@@ -5,8 +5,8 @@
 
 Every run is put into NAME.json beside this file with the hash of its configuration, and ``--note``, the other load of the machine;
 one that is there with the same hash, and its folder below runs/evidence, is taken as it is. All intervals are 95 % bootstrap
-intervals over tasks. ``staleness`` and ``filtering`` simulate a run on a virtual clock. ``alarms`` prints of each run and collapse
-alarm the worst mean of five steps, and the limit that warns by default.
+intervals over tasks. ``staleness`` simulates a run on a virtual clock, ``filtering`` compares filters. ``alarms`` prints of each
+run and collapse alarm the worst mean of five steps, and the limit that warns by default.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence import filtering, staleness
+from benchmarks.evidence import filtering, menu, staleness
 from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED, Experiment
 from benchmarks.evidence.runs import Record, configured, differences, measured, start_of
 from benchmarks.evidence.tables import draw, markdown
@@ -26,7 +26,7 @@ from rayloop.core.failures import RayloopError
 from rayloop.grpo.collapse import Collapse, CollapseSettings, Floor
 from rayloop.view.reader import open_run
 
-SIMULATIONS: dict[str, Callable[[], None]] = {"staleness": staleness.main, "filtering": filtering.main}
+SIMULATIONS: dict[str, Callable[[], None]] = {"staleness": staleness.main, "filtering": filtering.main, "menu": menu.main}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         )
         one.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the configuration")
     for name in SIMULATIONS:
-        names.add_parser(name, help="a simulation on a virtual clock")
+        names.add_parser(name, help=f"see benchmarks/evidence/{name}.py")
     names.add_parser("alarms", help="collapse alarms").add_argument("runs", nargs="+", type=Path, metavar="RUN")
     return parser
 
@@ -107,7 +107,7 @@ def _kept(experiment: Experiment, run: Record) -> bool:
 
 
 def worst(run: Path) -> dict[str, dict[str, Any]]:
-    """Alarm -> ``worst`` and ``warn``, where five steps have its metric. Raises ConfigError for a folder without a run."""
+    """Alarm -> ``worst`` and ``warn``, from the fifth step on. Raises ConfigError for a folder without a run."""
     collapse, found = Collapse(CollapseSettings()), dict[str, dict[str, Any]]()
     for record in open_run(run).metrics:
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}

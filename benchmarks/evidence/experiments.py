@@ -1,16 +1,10 @@
-"""The experiments that ``python -m benchmarks.evidence NAME`` runs, and the filters and the reward that only they use."""
+"""The experiments that ``python -m benchmarks.evidence NAME`` runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
-
-from rayloop.core.groups import Group, Member, Outcome, Scored
-from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import Task, Trajectory
-from rayloop.recipes.digits.data import SortReward
 
 SUPERVISED = "supervised"
 """The arm that takes supervised steps on the same rows for the seconds that the first arm's steps took, with seed 0 only."""
@@ -29,9 +23,8 @@ class HeldOutRows:
 class Experiment:
     """Runs of one configuration: every arm with every seed. ``arms``: overrides by name; the others are compared with the first.
 
-    ``needs``: the commands that make what the runs read. ``shown``: scores of the tables. ``equal``: arms are compared after as
-    many steps, or after as many generated tokens (each arm's last evaluation within the tokens of the arm that generated least).
-    ``training``: metrics that are kept of every step. ``promised``: kind of answer -> least gain of the reward, within ``seconds``.
+    ``needs``: the commands that make what the runs read. ``shown``: scores of the tables. ``training``:
+    metrics that are kept of every step. ``promised``: kind of answer -> least gain of the reward, within ``seconds``.
     """
 
     about: str
@@ -43,7 +36,6 @@ class Experiment:
     """Configuration files of the arms that have their own."""
     seeds: tuple[int, ...] = (0, 1, 2)
     needs: str = ""
-    equal: Literal["steps", "tokens"] = "steps"
     training: tuple[str, ...] = ("reward/mean",)
     by_source: bool = False
     """Also record the scores by source, and draw them."""
@@ -57,12 +49,10 @@ class Experiment:
     picture: Path | None = None
 
 
-def _filtering(limit: str, more: str = "ranking: fifo") -> tuple[str, ...]:
-    return (
-        "evaluation.every=5",
-        f"algorithm.filtering={{{more}, min_fraction: 0.05, filters: [{{kind: equal_rewards}}, "
-        f"{{use: 'benchmarks.evidence.experiments:{limit}'}}]}}",
-    )
+def _taught(weight: float, *more: str) -> tuple[str, ...]:
+    """The KL to the quickstart's last checkpoint as a term of the loss, also of groups with equal rewards."""
+    kl = f"policy.loss={{clip_high: 0.28, kl: k2, kl_coef: {weight}}}"
+    return ("reference.path=runs/data/teacher", "algorithm.filtering.filters=[]", kl, *more)
 
 
 def _variants(recipe: str, score: str, *common: str, needs: str = "") -> Experiment:
@@ -132,23 +122,17 @@ EXPERIMENTS = {
         seeds=(0,),
         needs="python -m rayloop data prepare digits --out runs/data/digits; python -m rayloop sft recipes/digits/warm.yaml",
     ),
-    "ablation_filtering": Experiment(
-        "partial dynamic filtering against none and against filtering of whole groups, at equal generated tokens",
-        Path("recipes/digits/quickstart.yaml"),
-        ("reward",),
+    "gigpo": Experiment(
+        "GiGPO, whose turns are compared where the screen is the same, against GRPO, on multi-turn pages in the live browser",
+        Path("recipes/arpo/quickstart.yaml"),
+        ("success",),
         common=(
-            "reward.source={use: 'benchmarks.evidence.experiments:Exact'}", "steps=60",
-            "rollout.sampling={max_tokens: 10, temperature: 0.8}", "evaluation={every: 10, samples: 2}", "checkpoint.every=100",
+            "steps=12", "evaluation.every=12", "evaluation.samples=2", "algorithm.replay.kind=none", "checkpoint.resume=never",
+            "algorithm.filtering={filters: [], ranking: fifo}",
         ),
-        arms={
-            "partial": _filtering("Members"),
-            "none": ("algorithm.filtering={filters: [], ranking: fifo}", "steps=100"),
-            "whole group": _filtering("WholeGroup"),
-            "partial, ranked": _filtering("Members", "groups_per_generation: 24"),
-        },
-        needs="python -m rayloop data prepare digits --out runs/data/digits; python -m rayloop sft recipes/digits/warm.yaml",
-        equal="tokens",
-        training=("reward/mean", "rollout/tokens", "rollout/trajectories", "rollout/trained"),
+        arms={"grpo": (), "gigpo": ("algorithm.advantage.kind=gigpo",)},
+        by_source=True,
+        training=("reward/component/success/mean", "reward/mean", "rollout/tokens", "rollout/turns/mean"),
     ),
     "ablation_replay": Experiment(
         "ARPO: GRPO against GRPO with replay where successes are rare",
@@ -174,6 +158,20 @@ EXPERIMENTS = {
         needs="python -m rayloop data prepare pyvision --out runs/data/pyvision",
         training=("reward/component/accuracy/mean", "reward/component/calls/mean", "rollout/trained", "rollout/tokens"),
     ),
+    "distillation": Experiment(
+        "on-policy distillation from the quickstart's last checkpoint, beside GRPO and both together",
+        Path("recipes/arc_vision/quickstart.yaml"),
+        ("reward",),
+        common=(
+            "checkpoint={resume: never, every: 100}", "steps=20", "evaluation.every=5", "evaluation.controls=false",
+            "weight_sync.logprob_check=stop", "algorithm.groups_per_step=8", "policy.optimizer.schedule=constant",
+            "report.boxes=null",
+        ),
+        arms={"grpo": (), "distill": _taught(1.0, "algorithm.advantage.kind=distill"), "both": _taught(1.0)},
+        needs="python -m rayloop train recipes/arc_vision/quickstart.yaml name=teacher; "
+        "python -m rayloop export runs/teacher runs/data/teacher",
+        training=("reward/mean", "rollout/tokens", "rollout/trained", "actor/kl"),
+    ),
     "variants_arc_vision": _variants("arc_vision", "iou", "steps=30", "evaluation.every=10"),
     "variants_arpo": _variants("arpo", "success", "steps=12", "evaluation.every=6"),
     "variants_pyvision": _variants(
@@ -187,33 +185,3 @@ EXPERIMENTS = {
         needs="python -m rayloop data prepare chart_rvr --small --out runs/data/chart_rvr"
     ),
 }  # fmt: skip
-
-
-class Exact:
-    """1 when all digits are right, else 0: groups are often right or wrong throughout."""
-
-    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
-        """The component ``exact`` of SortReward as the reward."""
-        found = SortReward().score(trajectory, task, context)
-        return Scored(found.components["exact"], {}, found.flags) if isinstance(found, Scored) else found
-
-
-class Members:
-    """Refuse the answers that are no list of digits, as PyVision refuses broken trajectories: the others of the group stay."""
-
-    def refused(self, group: Group) -> Mapping[int, str]:
-        """Index of each unparsable member -> reason."""
-        return {i: "unparsable" for i, member in enumerate(group.members) if member.kept and _broken(member)}
-
-
-class WholeGroup:
-    """Refuse a whole group in which one answer is refused."""
-
-    def refused(self, group: Group) -> Mapping[int, str]:
-        """Index of each kept member -> reason, when ``Members`` refuses one of them."""
-        kept = [i for i, member in enumerate(group.members) if member.kept]
-        return dict.fromkeys(kept, "group") if Members().refused(group) else {}
-
-
-def _broken(member: Member) -> bool:
-    return isinstance(member.outcome, Scored) and "unparsable" in member.outcome.flags

@@ -81,7 +81,7 @@ class Filmed:
 async def rollout(config: RunConfig, task_id: str, visit: int) -> tuple[str, list[Filmed]]:
     """Play the task ``group_size`` times at once; returns its instruction and a film of each member."""
     assert config.data.eval
-    rows = Dataset(config.data.eval, config.data.reader.build(), config.data.strict, print, config.environment.kinds)
+    rows = Dataset(config.data.eval, config.data.reader.build(), False, print, config.environment.kinds)
     task = next(task for task in rows if task.id == task_id)
     episode, renderer = config.environment.episode, Renderer(config.model)
     environments = Environments(episode.environment, config.environment.kinds)

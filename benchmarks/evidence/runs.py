@@ -160,21 +160,13 @@ def differences(experiment: Experiment, runs: Mapping[str, Mapping[str, Record]]
     for seed, by_arm in runs.items():
         here = {arm: run for arm, run in by_arm.items() if "held_out" in run and Path(run["folder"]).is_dir()}
         if first in here:
-            budget = min(max(held["tokens"] for held in run["held_out"].values()) for run in here.values())
-            found[seed] = {arm: _difference(experiment, run, here[first], budget) for arm, run in here.items() if arm != first}
+            found[seed] = {arm: _difference(run, here[first]) for arm, run in here.items() if arm != first}
     return {seed: by_arm for seed, by_arm in found.items() if by_arm}
 
 
-def _difference(experiment: Experiment, run: Record, other: Record, budget: int) -> Record:
-    """``run`` minus ``other`` at the last evaluation that both have, or at the last of each within ``budget`` tokens."""
-    steps = [_last(each, budget if experiment.equal == "tokens" else None) for each in (run, other)]
-    if experiment.equal == "steps":
-        steps = [min(steps)] * 2
-    pair = list(zip((run, other), steps, strict=True))
-    ours, theirs = (read_items(RunFolder.at(Path(each["folder"])).evaluations.file(step)) for each, step in pair)
-    return {"steps": steps, "tokens": [each["held_out"][str(step)]["tokens"] for each, step in pair], **gained(ours, theirs)}
-
-
-def _last(run: Record, budget: int | None) -> int:
-    """The step of the last evaluation that had generated at most ``budget`` tokens."""
-    return max(int(step) for step, held in run["held_out"].items() if budget is None or held["tokens"] <= budget)
+def _difference(run: Record, other: Record) -> Record:
+    """``run`` minus ``other`` at the last evaluation that both have."""
+    pair = run, other
+    step = min(max(map(int, each["held_out"])) for each in pair)
+    ours, theirs = (read_items(RunFolder.at(Path(each["folder"])).evaluations.file(step)) for each in pair)
+    return {"steps": [step] * 2, "tokens": [each["held_out"][str(step)]["tokens"] for each in pair], **gained(ours, theirs)}

@@ -28,7 +28,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, RolloutRequest, Summary, Version, derive
-from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.manager import RolloutManager
@@ -62,6 +62,7 @@ class World:
         self.rollouts = RolloutManager(
             self.config, self.ledger, training_rows(self.config, self), self, FailureHistory(self.config.environment)
         )
+        self.filters = build_filters(self.config.algorithm.filtering.filters)
         self.rollouts.synced(self.version)
         self.slots = asyncio.Semaphore(SLOTS)
         self.lengths: dict[int, list[float]] = {}
@@ -92,7 +93,11 @@ class World:
             request.id, 0, request.task.id, "", EndReason.DONE, length=200, sampled_tokens=100, turns=1, images=0,
             observation_images=0, images_consistent=True, first_version=first, last_version=self.version,
         )  # fmt: skip
-        return Member(summary, Scored(self.reward(request)))
+        return Member(summary, self.outcome(request))
+
+    def outcome(self, request: RolloutRequest) -> Scored:
+        """The reward, and the policy's faults."""
+        return Scored(self.reward(request))
 
     def reward(self, request: RolloutRequest) -> float:
         """What an answer earns. All of a group fail in a share ``uniform`` of the groups, which the filter removes."""
@@ -103,8 +108,8 @@ class World:
     async def finish(self, group: Group) -> Group:
         """Replay, advantages and filters, as the driver applies them."""
         group = self.rollouts.finished.replay(group, self.version.step)
-        group = with_advantages(group, self.config.algorithm.advantage.rules)
-        return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
+        group = with_advantages(group, build_advantage(self.config.algorithm.advantage))
+        return apply_filters(group, self.filters)
 
     async def run(self, steps: int) -> dict[str, Any]:
         """What the steps after the first ``WARM`` took, trained and lost."""

@@ -18,7 +18,7 @@ from benchmarks.train import SIDE, ceiling, flops
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.losses.settings import PpoLoss
 
 if TYPE_CHECKING:
     from rayloop.engines.training.fsdp import FsdpEngine
@@ -56,7 +56,7 @@ def _trainer(folder: Path, tokens: int, checkpointing: bool = True) -> Iterator[
 
     settings = FsdpSettings(dtype=DTYPE, micro_batch_tokens=tokens, gradient_checkpointing=checkpointing)
     engine = FsdpEngine(
-        ModelSettings(path=str(folder)), settings, OptimizerSettings(lr=1e-6), LossSettings(), rank=0, world_size=1,
+        ModelSettings(path=str(folder)), settings, OptimizerSettings(lr=1e-6), PpoLoss(), rank=0, world_size=1,
         init_method=f"file://{tempfile.mkdtemp()}/group", seed=0,
     )  # fmt: skip
     if torch.cuda.is_available():

@@ -59,10 +59,12 @@ COMPONENTS = {
         "rayloop.recipes.pyvision.verifiers:OptionReward",
         "rayloop.recipes.pyvision.reward:PyVisionReward",
         "rayloop.rewards.environment_result:EnvironmentResult",
+        "rayloop.rewards.shaped:ShapedReward",
     ),
     ("Environments", "environment.episode.environment"): (
         "rayloop.envs.single_turn:SingleTurn",
         "rayloop.envs.tools:ToolCalls",
+        "rayloop.envs.harness:Harness",
         "rayloop.envs.adapters.gymnasium:Gymnasium",
         "rayloop.envs.adapters.mcp:McpTools",
         "rayloop.envs.adapters.openenv:OpenEnv",
@@ -74,6 +76,13 @@ COMPONENTS = {
         "rayloop.envs.desktop.environment:DesktopTasks",
         "rayloop.envs.osworld.environment:OSWorld",
         "rayloop.envs.scripted:ScriptedTool",
+    ),
+    ("Advantages", "algorithm.advantage"): (
+        "rayloop.grpo.advantage:Grpo",
+        "rayloop.grpo.advantage_kinds:BatchScaled",
+        "rayloop.grpo.advantage_kinds:Gdpo",
+        "rayloop.grpo.advantage_kinds:TurnReturns",
+        "rayloop.grpo.advantage_kinds:Gigpo",
     ),
     ("Curricula", "data.order"): ("rayloop.run.order:BySolveRate", "rayloop.recipes.arc_vision.data:LargeFirst"),
     ("Blind priors", "evaluation.blind"): (
@@ -147,14 +156,15 @@ def count_fields(model: type[BaseModel]) -> int:
     """Number of different keys a person can set.
 
     A section is none, but the choice between several kinds of one is a key; the ``kind`` that each of them carries is that choice.
-    A field counts once for all paths of its class, for all classes that inherit it, and for all kinds of one choice.
+    A field counts once for all paths of its class, for all classes that inherit it, and, when the class that declares it is a kind,
+    for all kinds of one choice.
     """
     found = set[tuple[object, str]]()
     for current, paths in _used_at(model).items():
         for name, info in current.model_fields.items():
             if not _tag(current, name) and len(models(info.annotation)) != 1:
                 owner = next(c for c in reversed(current.__mro__) if name in inspect.get_annotations(c))
-                found.add((paths[0] if kind_of(current) else owner, name))
+                found.add((paths[0] if kind_of(owner) else owner, name))
     return len(found)
 
 

@@ -20,7 +20,7 @@ from benchmarks.measure import machine
 from benchmarks.train import train_item
 from rayloop.core.types import Sampling
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.losses.settings import PpoLoss
 
 SIZES: dict[str, dict[str, Any]] = {
     "digits": {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 256},
@@ -44,7 +44,7 @@ def _saving(arguments: argparse.Namespace) -> int:
         folder = Path(temporary)
         model = write_tiny_vlm(folder / "model", [f"word {n}" for n in range(500)], vision=False, **SIZES[arguments.size])
         trainer = FsdpEngine(
-            ModelSettings(path=str(model)), FsdpSettings(), OptimizerSettings(), LossSettings(),
+            ModelSettings(path=str(model)), FsdpSettings(), OptimizerSettings(), PpoLoss(),
             rank=0, world_size=1, init_method=f"file://{folder}/group", seed=0,
         )  # fmt: skip
         batch = [train_item((n, 0), (70,) * 32, 32, Sampling()) for n in range(arguments.sequences)]

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rayloop.actors.failures import object_lost
@@ -16,6 +17,7 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import bounded, with_deadline
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed, WorkerLost
+from rayloop.core.files import Checksum
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.rollout.plain import HeldValue, Plain, filled, held
 from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, complete
@@ -35,11 +37,16 @@ class SavedStep:
 class Saving:
     """``saved``: what was saved last. ``failed``: saves in a row that could not be written."""
 
-    def __init__(self, store: CheckpointStore, emit: Callable[[Event, int], None], *, beside: bool, timeout: float) -> None:
-        """``beside``: training goes on meanwhile. ``timeout``: seconds that one save may take."""
+    def __init__(
+        self, store: CheckpointStore, emit: Callable[[Event, int], None], *, beside: bool, timeout: float,
+        beforehand: Callable[[Path], None] = lambda folder: None,
+    ) -> None:  # fmt: skip
+        """``beside``: training goes on meanwhile. ``timeout``: seconds that one save may take. ``beforehand`` puts something of its
+        own into each checkpoint's folder, before training goes on."""
         self.saved: tuple[Version, Checkpoint] | None = None
         self.failed = 0
         self._store, self._emit, self._beside, self._timeout = store, emit, beside, timeout
+        self._beforehand = beforehand
         self._under_way: asyncio.Task[None] | None = None
 
     def anew(self, since: int) -> None:
@@ -94,8 +101,13 @@ class Saving:
     async def _write(self, step: SavedStep, policy: PolicyGroup, copied: asyncio.Event) -> None:
         began, number = time.monotonic(), step.version.step
         write = partial(policy.save_beside, copied=copied) if self._beside and not step.last else policy.save
+
+        async def trainer(folder: str) -> Mapping[str, Checksum]:
+            await asyncio.to_thread(self._beforehand, Path(folder).parent)
+            return await write(folder)
+
         try:
-            saved = await self._store.save(number, await step.state(), write, step.about, best=step.best)
+            saved = await self._store.save(number, await step.state(), trainer, step.about, best=step.best)
         except CheckpointError as error:
             self.failed += 1
             self._emit(incidents.CheckpointFailed(self.failed, why=str(error)), number)

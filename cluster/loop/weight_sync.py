@@ -75,7 +75,7 @@ class WeightSync:
 
     async def load(self, update: WeightUpdate[Any]) -> None:
         """Load an update into every engine in service. Raises the first failure, when all have ended."""
-        engines = self.services.rollout.within(self.config.weight_sync.timeout)
+        engines = self.services.rollout.within(self.config.sync_timeout)
         await engines.everywhere(RolloutActor.load, update.manifest, update.source)
 
     def fell_back(self, version: Version, error: Exception) -> None:
@@ -84,13 +84,13 @@ class WeightSync:
 
     async def admit(self, engine: Handle[RolloutActor]) -> None:
         """Load the current weights into a new engine, if there are any. Waits for others when these are lost."""
-        patience = max(self.config.recovery.start_timeout, LOADING) + self.config.weight_sync.timeout
+        patience = max(self.config.recovery.start_timeout, LOADING) + self.config.sync_timeout
         loaded = None
         while self._current is not None and self._current is not loaded:
             loaded = self._current
             answer = submit(engine, RolloutActor.load, loaded.manifest, loaded.source)
             try:
-                await with_deadline(self.config.weight_sync.timeout, answer, "load of a new rollout engine", engine)
+                await with_deadline(self.config.sync_timeout, answer, "load of a new rollout engine", engine)
             except Exception as error:
                 if not object_lost(error):
                     raise

@@ -179,7 +179,7 @@ class Evaluator(Actor):
         if self.weights is None:
             return
         loaded = submit(engine, RolloutActor.load, self.weights.manifest, self.weights.source)
-        await with_deadline(self.config.weight_sync.timeout, loaded, "load of a rollout engine", engine)
+        await with_deadline(self.config.sync_timeout, loaded, "load of a rollout engine", engine)
 
     def _keep(self, item: Item, images: dict[str, bytes]) -> None:
         if item.reward is None:
@@ -233,7 +233,7 @@ def _sha256(files: list[Path]) -> str:
 
 def _read(path: str, config: RunConfig) -> Dataset:
     report = partial(print, "left out:", flush=True)
-    return Dataset(path, config.data.reader.build(), config.data.strict, report, config.environment.kinds)
+    return Dataset(path, config.data.reader.build(), False, report, config.environment.kinds)
 
 
 def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:

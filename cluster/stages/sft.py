@@ -28,7 +28,7 @@ from rayloop.engines.machine import grow_segments, per_process
 from rayloop.engines.settings import COLLECTIVE_TIMEOUT
 from rayloop.estimate.memory import fitted
 from rayloop.estimate.shape import read_shape
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.losses.settings import ReinforceLoss
 from rayloop.run.folder import make_folder
 from rayloop.sft.stage import START, Examples, SftConfig, SftProgress, make_tiny
 
@@ -143,7 +143,7 @@ class Rank:
             engine = engine.model_copy(update={"threads": per_process(context.get_local_world_size())})
         self.engine = FsdpEngine(
             config.model, engine, config.optimizer.over(config.steps),
-            LossSettings(correction="none"),
+            ReinforceLoss(),
             rank=self.rank, world_size=self.world_size, init_method=None, seed=config.seed,
         )  # fmt: skip
         self.step, seconds = self._restored()
@@ -176,7 +176,7 @@ class Rank:
 
     def _read(self, path: str) -> Dataset:
         data = self.config.data
-        return Dataset(path, data.reader.build(), data.strict, lambda row: self._say(f"left out: {row}"))
+        return Dataset(path, data.reader.build(), False, lambda row: self._say(f"left out: {row}"))
 
     def _snapshot(self, step: int) -> Path:
         return self.output / f"step_{step}"

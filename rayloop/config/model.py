@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from rayloop.config.settings import LocalPath, SettingsModel
 from rayloop.core.model_files import resolve
+
+Dtype = Literal["float32", "bfloat16"]
+Threads = Annotated[int, Field(ge=1)] | None
+
+
+class Computes(SettingsModel):
+    """What computes."""
+
+    dtype: Dtype = "float32"
+    """What it computes in: the same in ``policy.engine`` and ``rollout.engine``, since rounding separates their log-probs. bfloat16
+    on GPUs, float32 on CPU. The trainer's weights and optimizer states stay float32, where a learning rate of 1e-6 counts."""
+
+
+class ComputesOnCpu(Computes):
+    """What computes the policy with torch in its own process."""
+
+    threads: Threads = None
+    """Torch threads on CPU. None: the machine's cores divided by the processes that compute at the same time; with
+    ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines, or when other programs compute there: decoding
+    is then faster with 1."""
 
 
 class ModelSettings(SettingsModel):

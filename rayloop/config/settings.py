@@ -79,6 +79,17 @@ class Role:
             self.function(component.build(), component.use)
 
 
+def takes(parameter: str, role: str, remedy: str) -> Callable[[Callable[..., Any], str], None]:
+    """``Role.function`` of roles whose functions take one argument, ``parameter``; ``remedy``: what to write instead."""
+
+    def check(function: Callable[..., Any], use: str) -> None:
+        required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+        if required != [parameter]:
+            raise ConfigError(f"use: {use!r} is a function of ({', '.join(required)}), which is no {role}. {remedy}")
+
+    return check
+
+
 class NoSettings(SettingsModel):
     """Of a component's class that has no ``Settings`` and takes no argument."""
 

@@ -146,7 +146,7 @@ def _build(loader: _Loader, node: yaml.Node, source: Source, path: KeyPath) -> A
 
 def _merge(base: dict[str, Any], origin: Source, layer: dict[str, Any], layer_source: Source, path: KeyPath) -> None:
     """Lay ``layer`` over ``base``, in place, and the layer's lines over ``origin``'s."""
-    if any(key in base and key in layer and base[key] != layer[key] for key in CHOICES):
+    if base and any(key in layer and base.get(key) != layer[key] for key in CHOICES):
         base.clear()
         origin.forget(path)
     for key, value in layer.items():
@@ -182,9 +182,10 @@ def _override(data: dict[str, Any], source: Source, override: str) -> None:
             source.lines[path] = COMMAND_LINE
         holder = holder[key]
     key = _key(holder, parts[-1], path)
-    if key in CHOICES and isinstance(holder, dict) and holder.get(key, value) != value:
-        holder.clear()
-        source.forget(path)
+    if key in CHOICES and isinstance(holder, dict) and holder.get(key) != value:
+        for other in [k for k in holder if source.lines.get((*path, k)) != COMMAND_LINE]:
+            del holder[other]
+            source.forget((*path, other))
         source.lines[path] = COMMAND_LINE
     source.forget((*path, key))
     source.lines[(*path, key)] = COMMAND_LINE

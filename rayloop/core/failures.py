@@ -156,6 +156,10 @@ class EnvironmentHung(EnvironmentFailed):
         self.contained = contained
 
 
+class AgentFailed(EnvironmentFailed):
+    """The program of an environment that leads its episodes ended with an error."""
+
+
 class ToolDeadline(RayloopError):
     """An environment's ``step`` raises it when the policy's action outlived the tool's deadline; the episode ends with it."""
 
@@ -180,6 +184,10 @@ class GraderBroken(RayloopError):
 
 class FilterBroken(RayloopError):
     """A filter of one's own raised, or refused what is no kept member of the group."""
+
+
+class AdvantageBroken(RayloopError):
+    """An advantage of one's own raised, or returned what is no finite number for each member."""
 
 
 class AlarmStopped(RayloopError):

@@ -98,6 +98,22 @@ def appears(path: Path, within: float) -> bool:
     return True
 
 
+def linked(source: Path, target: Path) -> None:
+    """Make the folder ``target`` with the files of ``source``, as links where the file system has them, whole at once. Raises
+    OSError."""
+
+    def link(file: str, to: str) -> None:
+        try:
+            os.link(file, to)
+        except OSError:
+            shutil.copyfile(file, to)
+
+    aside = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(source, aside, copy_function=link)
+    aside.rename(target)
+
+
 def size_of(file: Path) -> int | None:
     """Its bytes; None when that is unknown."""
     with suppress(OSError):

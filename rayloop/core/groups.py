@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from rayloop.core.failures import Cause, Failure
-from rayloop.core.types import Ref, Summary, Task, Trajectory, TrajectoryId
+from rayloop.core.types import STREAMS, Ref, Streams, Summary, Task, Trajectory, TrajectoryId
 
 
 class UnscoredKind(StrEnum):
@@ -55,6 +55,23 @@ class Unscored:
 Outcome = Scored | Unscored
 
 
+@dataclass(frozen=True, slots=True)
+class Credit:
+    """What a member is trained with: an advantage for all its sampled tokens, or one for each sampled turn (``turns``, with their
+    mean as ``advantage``), and the weights of the losses. ``base``: what a scale over the step is computed from."""
+
+    advantage: float
+    turns: tuple[float, ...] = ()
+    streams: Streams = STREAMS
+    base: float = 0.0
+
+    @classmethod
+    def of_turns(cls, turns: Iterable[float]) -> Credit:
+        """One advantage for each sampled turn."""
+        values = tuple(turns)
+        return cls(sum(values) / max(1, len(values)), values)
+
+
 class TrajectoryState(StrEnum):
     """The state of a trajectory id in the ledger. Everything after READY is final."""
 
@@ -84,10 +101,15 @@ class Member:
     summary: Summary
     outcome: Outcome
     payload: Ref[Trajectory] | None = None
-    advantage: float | None = None
+    credit: Credit | None = None
     reference: Ref[Any] | None = None
     replayed: bool = False
     status: Status | None = None
+
+    @property
+    def advantage(self) -> float | None:
+        """The advantage of its tokens, of turns the mean; None before it has one."""
+        return None if self.credit is None else self.credit.advantage
 
     @property
     def kept(self) -> bool:

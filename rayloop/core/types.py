@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from rayloop.core.kept import MOST_KEPT, Kept
+
 TokenIds = tuple[int, ...]
 
 
@@ -102,7 +104,9 @@ class Task:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """The policy samples ``log_softmax(mask(logits) / temperature)`` (docs/algorithm.md, section 1). The mask removes
-    ``banned_tokens``, and ``end_tokens`` from a turn's first ``min_tokens``. ``temperature`` 0: greedy, log-probs at 1."""
+    ``banned_tokens``, and ``end_tokens`` from a turn's first ``min_tokens``; of the others it keeps the ``top_k`` likeliest
+    (``MOST_KEPT`` when only ``top_p`` is given), and of these the fewest likeliest whose probabilities, at the temperature, reach
+    ``top_p``. ``temperature`` 0: greedy, log-probs at 1, nothing else is removed."""
 
     temperature: float = 1.0
     max_tokens: int = 64
@@ -110,6 +114,14 @@ class Sampling:
     stop: tuple[str, ...] = ()
     end_tokens: TokenIds = ()
     banned_tokens: TokenIds = ()
+    top_p: float = 1.0
+    top_k: int | None = None
+
+    @property
+    def most_kept(self) -> int | None:
+        """The ``top_k`` that applies. None: ``top_p`` and ``top_k`` remove nothing."""
+        truncates = self.temperature > 0 and (self.top_p < 1 or self.top_k is not None)
+        return (self.top_k or MOST_KEPT) if truncates else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +165,26 @@ class ImagesSent:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled turn: ``token_ids`` [N], ``logprobs`` [N] (natural log, of the sampled token), and whose weights."""
+    """One sampled turn: ``token_ids`` [N], ``logprobs`` [N] (natural log, of the sampled token), and whose weights. ``kept`` [N]
+    with a ``Sampling`` that keeps some tokens only."""
 
     token_ids: TokenIds
     logprobs: tuple[float, ...]
     finish: FinishReason
     version: Version
+    kept: Kept | None = None
+
+    @property
+    def turn(self) -> Turn:
+        """As the policy's turn in an episode."""
+        return Turn("assistant", self.token_ids, logprobs=self.logprobs, version=self.version, finish=self.finish, kept=self.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A run of tokens: sampled by the policy (``logprobs`` set) or context. ``restart``: nothing before it is seen from here on.
-    ``executed``: whether the environment carried out a sampled turn's action; None: unknown, or an answer."""
+    ``executed``: whether the environment carried out a sampled turn's action; None: unknown, or an answer. ``reward``: what the
+    environment paid for a sampled turn (``StepResult.reward``)."""
 
     role: str
     token_ids: TokenIds
@@ -174,6 +194,8 @@ class Turn:
     finish: FinishReason | None = None
     restart: bool = False
     executed: bool | None = None
+    reward: float = 0.0
+    kept: Kept | None = None
 
     @property
     def sampled(self) -> bool:
@@ -207,14 +229,30 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Streams:
+    """The weights that a trajectory's tokens have in the losses that an update sums: policy gradient (``rl``), KL to the reference
+    (``ref_kl``, which regularises or distils) and supervised (``ce``). Each is averaged over the tokens whose weight is not 0."""
+
+    rl: float = 1.0
+    ref_kl: float = 1.0
+    ce: float = 0.0
+
+
+STREAMS = Streams()
+"""The policy gradient, and the KL where the loss has one."""
+
+
+@dataclass(frozen=True, slots=True)
 class FlatTrajectory:
     """A trajectory as arrays of length T: token_ids int64; loss_mask bool, True = sampled by the policy; behaviour_logprobs
-    float32, 0 where not sampled; turn_position int32, index within the sampled turn, -1 elsewhere."""
+    float32, 0 where not sampled; turn_position int32, index within the sampled turn, -1 elsewhere. ``kept``: of the sampled
+    tokens; None when some turn has none."""
 
     token_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
     behaviour_logprobs: npt.NDArray[np.float32]
     turn_position: npt.NDArray[np.int32]
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,12 +288,29 @@ class Trajectory:
             return (self,)
         return tuple(replace(self, turns=self.turns[start:end]) for start, end in pairwise(starts))
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The anchor state (GiGPO, arXiv:2505.10978) of each sampled turn: 16 hex digits of BLAKE2b over the images and tokens that
+        came after the sampled turn before (for the first: of the prompt). Skips a restart's context, and an end token first."""
+        states, images, tokens = list[str](), list[str](), list[int]()
+        for turn in self.turns:
+            if turn.sampled:
+                states.append(hashlib.blake2b(repr((images, tokens)).encode(), digest_size=8).hexdigest())
+                images, tokens = [], []
+            elif not turn.restart:
+                closes = not tokens and turn.token_ids[:1] and turn.token_ids[0] in self.sampling.end_tokens
+                tokens += turn.token_ids[1:] if closes else turn.token_ids
+                images += [image.sha256 for image in turn.images]
+        return tuple(states)
+
     def flatten(self) -> FlatTrajectory:
         """Concatenate the turns of one segment. Raises ValueError when log-probs and sampled tokens differ in number."""
         total = sum(len(turn.token_ids) for turn in self.turns)
+        parts = [turn.kept for turn in self.sampled_turns]
         flat = FlatTrajectory(
-            np.empty(total, np.int64), np.zeros(total, np.bool_), np.zeros(total, np.float32), np.full(total, -1, np.int32)
-        )
+            np.empty(total, np.int64), np.zeros(total, np.bool_), np.zeros(total, np.float32), np.full(total, -1, np.int32),
+            Kept.joined(part for part in parts if part) if parts and all(parts) else None,
+        )  # fmt: skip
         end = 0
         for turn in self.turns:
             n = len(turn.token_ids)
@@ -272,7 +327,8 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What the driver knows of a trajectory without opening its payload. Lengths in tokens (expanded)."""
+    """What the driver knows of a trajectory without opening its payload. Lengths in tokens (expanded). ``turn_rewards`` and
+    ``states`` (``Turn.reward``, ``Trajectory.states``) have one entry for each sampled turn, in order."""
 
     id: TrajectoryId
     attempt: int
@@ -292,6 +348,8 @@ class Summary:
     prompt_tokens: int = 0  # of ``length``, those before the first sampled one
     cut: bool = False  # one of its sampled turns ended at a limit of tokens, that of a turn or that of the episode
     sent: ImagesSent = ImagesSent()
+    turn_rewards: tuple[float, ...] = ()
+    states: tuple[str, ...] = ()
 
 
 T_co = TypeVar("T_co", covariant=True)

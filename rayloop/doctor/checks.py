@@ -17,6 +17,7 @@ from rayloop.core.threads import in_thread
 from rayloop.doctor import machine, network, software
 from rayloop.doctor.finding import Finding
 from rayloop.engines.settings import VllmEngineSettings
+from rayloop.estimate.memory import of_reference
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.network import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE
@@ -132,5 +133,5 @@ def tensor_bytes(config: RunConfig, model: Shape) -> int:
     if not config.rollout.placement.num_gpus and config.engine.holds_model:
         needed += config.rollout.actors * weights * (2 if config.engine.dtype == "bfloat16" else FLOAT)
     if config.reference_kind == "actor" and not config.reference.placement.num_gpus:
-        needed += config.reference.actors * weights * FLOAT
+        needed += config.reference.actors * of_reference(config, model) * FLOAT
     return needed

@@ -11,15 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr, Tag, model_validator
 
 from rayloop.config.explain import kind_of
+from rayloop.config.model import Computes, ComputesOnCpu, Dtype
 from rayloop.config.model import ModelSettings as ModelSettings
 from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 from rayloop.core.protocols import GenerationEngine
-
-Dtype = Literal["float32", "bfloat16"]
-Threads = Annotated[int, Field(ge=1)] | None
+from rayloop.core.types import Sampling
 
 
-class EngineChoice(SettingsModel):
+class EngineChoice(Computes):
     """Base of the settings of every generation engine, with the properties that other parts of the system ask for."""
 
     implementation: ClassVar[str]
@@ -28,11 +27,13 @@ class EngineChoice(SettingsModel):
     """Whether it decodes a group as a batch of its own, as ``rollout.deterministic`` asks for."""
     starts_slowly: ClassVar[bool] = False
     """Whether it has processes of its own and starts in minutes: ``try`` takes transformers in its place."""
+    returns_kept: ClassVar[bool] = False
+    """Whether a turn comes with the tokens that ``top_p`` and ``top_k`` kept."""
     holds_model: ClassVar[bool] = True
     """Whether the model is in the memory of the rollout actor's node."""
 
     dtype: Dtype = "bfloat16"
-    """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
+    """As ``policy.engine.dtype``: rounding separates their log-probs."""
 
     @property
     def label(self) -> str:
@@ -52,25 +53,30 @@ class EngineChoice(SettingsModel):
         """Yields what is wrong, for an actor with ``gpus`` and episodes of up to ``room`` tokens."""
         yield from ()
 
+    def unkept(self, sampling: Sampling, where: str) -> Iterator[str]:
+        """Yields what is wrong with ``top_p`` or ``top_k`` of the run, or ``where`` else."""
+        if sampling.most_kept is not None and not self.returns_kept:
+            key = "top_p" if sampling.top_p < 1 else "top_k"
+            yield (
+                f"rollout.sampling.{key} is {getattr(sampling, key)}{where}: engine.kind: {self.label} does not return the tokens "
+                "that were kept, over which log-probs are computed. Use transformers or vllm, or leave top_p and top_k out"
+            )
+
     def placed(self, gpus: float, tokens: int) -> EngineChoice:
         """These settings for an actor with ``gpus``, and with room for episodes of so many tokens, unless they say otherwise."""
         return self
 
 
-class TransformersEngineSettings(EngineChoice):
+class TransformersEngineSettings(EngineChoice, ComputesOnCpu):
     """Generation with Hugging Face transformers: runs everywhere, meant for small models and CPU."""
 
     implementation = "rayloop.engines.generation.transformers:TransformersEngine"
-    cohorts = True
+    cohorts = returns_kept = True
     kind: Literal["transformers"] = "transformers"
     dtype: Dtype = "float32"
-    """Set it to the trainer's (``policy.engine.dtype``): rounding separates their log-probs."""
+    """As ``policy.engine.dtype``: rounding separates their log-probs."""
     max_sequences: int = Field(64, ge=1)
     """Sequences decoded together. Lower it when memory runs out; raise it towards a step's trajectories for speed."""
-    threads: Threads = None
-    """Torch threads on CPU. None: the machine's cores divided by ``rollout.actors``, and with ``max_staleness`` > 0 by the policy's
-    ranks as well; with ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines, or when other programs
-    compute there: decoding is then faster with 1."""
 
 
 MOST = 0.9
@@ -83,7 +89,7 @@ class VllmEngineSettings(EngineChoice):
     """Generation with vLLM, in processes of its own below the rollout actor: on GPUs, and on CPU for tests."""
 
     implementation = "rayloop.engines.generation.vllm:VllmEngine"
-    starts_slowly = True
+    starts_slowly = returns_kept = True
     kind: Literal["vllm"] = "vllm"
     max_sequences: int = Field(256, ge=1)
     """Sequences decoded together. Lower it when memory runs out; above a step's trajectories per engine it does nothing."""
@@ -92,7 +98,8 @@ class VllmEngineSettings(EngineChoice):
     (on CPU: of the machine's) that must be free at the start, 0.9 by default; lower it when something else needs that memory.
     ``kv_cache_memory_bytes``: size of the cache per GPU, which then decides alone; set it on CPU and on a shared GPU.
     ``tensor_parallel_size``: by default the actor's ``num_gpus``. ``max_model_len``: by default ``environment.episode.max_tokens``.
-    ``enforce_eager: true``: no compilation and no CUDA graphs; it starts in seconds, and decodes more slowly."""
+    ``enforce_eager: true``: no compilation and no CUDA graphs; it starts in seconds, and decodes more slowly.
+    ``return_sampling_mask: true`` (vLLM's Model Runner V2): less work for ``top_p`` and ``top_k``; greedy log-probs are 0."""
 
     _gpus: float = PrivateAttr(0.0)
     _tokens: int | None = PrivateAttr(None)
@@ -130,10 +137,7 @@ class VllmEngineSettings(EngineChoice):
         if taken := sorted(self.extra.keys() & _VLLM_ARGUMENTS):
             raise ValueError(f"extra: {', '.join(taken)} follow from other settings, and cannot be given here")
         if sampling := sorted(self.extra.keys() & {"generation_config", "override_generation_config"}):
-            raise ValueError(
-                f"extra: {sampling[0]} is refused: with top_p, top_k or penalties vLLM would sample from another distribution than "
-                "the one whose log-probs are trained. Only rollout.sampling counts"
-            )
+            raise ValueError(f"extra: {sampling[0]} is refused: only rollout.sampling counts. Set top_p or top_k there")
         return self
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
@@ -155,9 +159,10 @@ class VllmEngineSettings(EngineChoice):
         return made
 
 
-_VLLM_ARGUMENTS = frozenset(
-    {"model", "dtype", "max_num_seqs", "logprobs_mode", "worker_extension_cls", "mm_processor_kwargs", "trust_remote_code"}
-)
+_VLLM_ARGUMENTS = {
+    "model", "dtype", "max_num_seqs", "logprobs_mode", "max_logprobs", "worker_extension_cls", "mm_processor_kwargs",
+    "trust_remote_code",
+}  # fmt: skip
 """What rayloop itself passes to vLLM."""
 _NUMBERS: dict[str, type | tuple[type, ...]] = {
     "tensor_parallel_size": int, "pipeline_parallel_size": int, "max_model_len": int, "kv_cache_memory_bytes": int,
@@ -245,6 +250,7 @@ class OpenAiHttpEngineSettings(EngineChoice):
 class OwnEngine(EngineChoice):
     """An engine that is named by where it is: what others ask of it. It is taken to compute in the trainer's ``dtype``."""
 
+    returns_kept = True
     component: Component
 
     @property
@@ -325,12 +331,9 @@ COLLECTIVE_TIMEOUT = 1800.0
 from a slow disk. A rank that dies is noticed at once by Ray, and ``policy.step_timeout`` bounds everything else."""
 
 
-class FsdpSettings(SettingsModel):
+class FsdpSettings(ComputesOnCpu):
     """Training with PyTorch FSDP2: gloo on CPU, NCCL on GPU, the same code."""
 
-    dtype: Dtype = "float32"
-    """Compute type: bfloat16 on GPUs, float32 on CPU. Master weights and optimizer states stay float32: a learning rate of 1e-6
-    vanishes in bfloat16."""
     micro_batch_tokens: int | None = Field(None, gt=0)
     """Tokens per forward and backward, of trajectories packed into one row without padding. None: 16,384; on a CPU a lower power of
     two, down to 1,024, when their activations would take more than a quarter of the memory of the machine where the run is started.
@@ -344,9 +347,6 @@ class FsdpSettings(SettingsModel):
     """Train the vision tower too; with LoRA: adapt its layers. None: in full training, not with LoRA. false leaves it as it is:
     less memory, and it cannot forget; true when the images are unlike what the model knows."""
     lora: LoraSettings | None = None
-    threads: Threads = None
-    """Torch threads per rank on CPU. None: the machine's cores divided by the ranks, and with ``max_staleness`` > 0 by
-    ``rollout.actors`` as well; with ``rollout.deterministic`` the actor's ``num_cpus``. Set it on several machines."""
 
     @property
     def trains_vision(self) -> bool:

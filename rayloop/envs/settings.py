@@ -5,9 +5,20 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from rayloop.config.settings import Component, Role, SettingsModel
+from rayloop.core.kept import MOST_KEPT
 from rayloop.core.types import Sampling
 
-ENVIRONMENT = Role("environment", ("reset", "step", "evaluate", "close"))
+
+class EnvironmentRole(Role):
+    """An environment has the methods of ``Environment``, or leads and has those of ``LeadingEnvironment``."""
+
+    def check(self, component: Component) -> None:
+        """As ``Role.check``."""
+        leads = getattr(component.resolve(), "leads", False) is True
+        Role(self.name, ("reset", "lead", "close") if leads else self.methods).check(component)
+
+
+ENVIRONMENT = EnvironmentRole("environment", ("reset", "step", "evaluate", "close"))
 
 
 class EnvironmentKind(Component):
@@ -27,6 +38,11 @@ class EnvironmentKind(Component):
         """Whether it is called without a thread: the class itself, not one that it derives from, says so, and has no process."""
         found = self.resolve() if self.isolation == "thread" else None
         return isinstance(found, type) and vars(found).get("immediate") is True
+
+    @property
+    def leads(self) -> bool:
+        """Whether it leads the episode itself (``rayloop.core.protocols.LeadingEnvironment``)."""
+        return getattr(self.resolve(), "leads", False) is True
 
 
 class EpisodeSettings(SettingsModel):
@@ -68,6 +84,13 @@ class SamplingSettings(SettingsModel):
     stop: tuple[str, ...] = ()
     """A turn ends when its text contains one of these, and keeps it. For tool calls that end with a tag."""
 
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the fewest likeliest tokens that have this share of the probability together, in training over the same ones
+    (arXiv:2512.02556). Below 1, ``top_k`` is 128 unless set. Lower it when rare tokens spoil long answers."""
+    top_k: int | None = Field(None, ge=2, le=MOST_KEPT)
+    """Sample from so many likeliest tokens, in training over the same ones. None: from all, with ``top_p`` below 1 from 128."""
+
     def sampling(self, *, greedy: bool = False) -> Sampling:
         """The same for an engine; ``greedy``: at temperature 0."""
-        return Sampling(0.0 if greedy else self.temperature, self.max_tokens, self.min_tokens, self.stop)
+        temperature = 0.0 if greedy else self.temperature
+        return Sampling(temperature, self.max_tokens, self.min_tokens, self.stop, top_p=self.top_p, top_k=self.top_k)

@@ -106,9 +106,17 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory
         RoleMemory("reward", reward.actors, reward.placement.num_gpus, {"process": LIGHT}),
     ]
     if config.reference_kind == "actor":
-        parts = {"process": HEAVY, "weights": shape.parameters * BYTES[policy.engine.dtype]}
+        parts = {"process": HEAVY, "weights": of_reference(config, shape) * BYTES[policy.engine.dtype]}
         roles.append(RoleMemory("reference", config.reference.actors, config.reference.placement.num_gpus, parts))
     return roles
+
+
+def of_reference(config: RunConfig, shape: Shape) -> int:
+    """Parameters that one reference actor holds: those of ``reference.path``, or of the run's model, with this ``shape``."""
+    reference = config.reference
+    if reference.server:
+        return 0
+    return read_shape(reference.path, None, "reference.path").parameters if reference.path else shape.parameters
 
 
 def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:

@@ -62,16 +62,17 @@ def _of_vision(name: str) -> bool:
     return any(part in f"{name}." for part in VISION)
 
 
-def read_shape(model: str, revision: str | None = None) -> Shape:
-    """Of a local folder, or of a model of the Hub, of whose weights the headers alone are downloaded. Raises ConfigError."""
-    found = resolve(model, revision)
+def read_shape(model: str, revision: str | None = None, key: str = "model.path") -> Shape:
+    """Of a local folder, or of a model of the Hub, of whose weights the headers alone are downloaded. Raises ConfigError that names
+    ``key``."""
+    found = resolve(model, revision, key=key)
     if not (found.folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {model} has no config.json")
+        raise ConfigError(f"{key}: {model} has no config.json")
     config = json.loads((found.folder / "config.json").read_text(encoding="utf-8"))
     if found.whole:
         return _shape({name: size for file in found.weights for name, size in _header(file).items()}, config)
     if found.commit is None:
-        raise ConfigError(f"model.path: {model} has no *.safetensors, or lacks some that its index names")
+        raise ConfigError(f"{key}: {model} has no *.safetensors, or lacks some that its index names")
     try:
         from huggingface_hub import get_safetensors_metadata
 
@@ -79,8 +80,8 @@ def read_shape(model: str, revision: str | None = None) -> Shape:
         return _shape({name: tuple(t.shape) for one in metadata for name, t in one.tensors.items()}, config)
     except Exception as error:  # no network, no such model, no permission: its classes are many, and change
         raise ConfigError(
-            f"model.path: {model} is not in the cache, and the Hub did not say how large it is ({type(error).__name__}). On a "
-            f"machine that reaches it: hf download {model} --local-dir FOLDER, then model.path=FOLDER"
+            f"{key}: {model} is not in the cache, and the Hub did not say how large it is ({type(error).__name__}). On a "
+            f"machine that reaches it: hf download {model} --local-dir FOLDER, then {key}=FOLDER"
         ) from error
 
 

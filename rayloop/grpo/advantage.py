@@ -1,22 +1,34 @@
-"""The group-relative advantage of GRPO (arXiv:2402.03300), over the scored members of a group (docs/algorithm.md, section 3)."""
+"""The advantage of each scored member of a group (docs/algorithm.md, section 3): the seam, and GRPO's (arXiv:2402.03300)."""
 
+import itertools
 import math
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from rayloop.core.failures import ConfigError
-from rayloop.core.groups import Group, Scored, Status, TrajectoryState, Unscored
+from rayloop.core.failures import AdvantageBroken, ConfigError
+from rayloop.core.groups import Credit, Group, Member, Scored, Status, TrajectoryState, Unscored
 from rayloop.core.types import derive
-from rayloop.grpo.settings import AdvantageSettings
+from rayloop.grpo.settings import AdvantageChoice, AdvantageSettings
+
+
+class Advantage(Protocol):
+    """Turns the rewards of a group into what its members are trained with. A class may have ``min_group`` (2 without it): a group
+    with fewer scored members is excluded; and ``over_step``, which receives the credits of all groups of a step before they are
+    trained, and returns as many: for a scale over the batch."""
+
+    def credits(self, members: Sequence[Member]) -> Sequence[float | Credit]:
+        """One advantage for each of ``members``, the scored ones of a group, in their order: a number for all sampled tokens, or a
+        ``Credit``. A member has ``reward``, ``outcome.components`` and ``summary`` (turns, turn_rewards, states, lengths)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
     """``values`` in the order of the rewards. ``mean`` and ``std`` (unbiased, whatever the divisor was) are those of the
-    rewards, or of ``score != 0`` with the binarised baseline; groups are ranked by this std. A lone sample under
-    ``singleton: raw`` has mean 0 and std 1, as in verl."""
+    rewards, or of ``score != 0`` with the binarised baseline; groups are ranked by this std. A lone sample has
+    mean 0 and std 1, as in verl."""
 
     values: tuple[float, ...]
     mean: float
@@ -61,10 +73,85 @@ def _values(scores: Sequence[float], base: Sequence[float], settings: AdvantageS
     return tuple((score - mean) / divisor for score in scores)
 
 
-def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
-    """Returns the group with advantage, mean and std over its scored members, before any filter. Unscored members become
+class Grpo:
+    """GRPO (arXiv:2402.03300) and the formulas that differ from it by a setting (docs/algorithm.md, section 3)."""
+
+    Settings = AdvantageSettings
+
+    def __init__(self, settings: AdvantageSettings) -> None:
+        self.settings, self.min_group = settings, settings.min_group
+
+    def credits(self, members: Sequence[Member]) -> Sequence[float]:
+        """``advantages`` of the rewards."""
+        rewards = [member.reward for member in members]
+        if self.settings.permuted:
+            random.Random(derive(0, "permuted rewards", members[-1].summary.id.group)).shuffle(rewards)
+        return advantages(rewards, self.settings).values
+
+    def baseline(self, rewards: Sequence[float]) -> tuple[float, float]:
+        """Mean and deviation by which groups are ranked: with the binarised baseline, of ``reward != 0``."""
+        return _spread([float(r != 0) for r in rewards] if self.settings.baseline == "binarised" else rewards)
+
+
+class CheckedAdvantage:
+    """An advantage whose results are checked; ``use`` names it in errors."""
+
+    def __init__(self, made: Any, use: str) -> None:
+        self._made, self._use = made, use
+        self.min_group: int = getattr(made, "min_group", 2)
+        self._credits = made.credits if hasattr(made, "credits") else made
+
+    def credits(self, members: Sequence[Member]) -> list[Credit]:
+        """The credits. Raises AdvantageBroken when there is not one finite number (or one for each turn) for each member."""
+        try:
+            found = [value if isinstance(value, Credit) else Credit(float(value)) for value in self._credits(members)]
+        except AdvantageBroken:
+            raise
+        except Exception as error:
+            raise AdvantageBroken(f"{self._use} raised on {_which(members)}: {type(error).__name__}: {error}") from error
+        if len(found) != len(members):
+            raise AdvantageBroken(f"{self._use} returned {len(found)} advantages for {len(members)} members of {_which(members)}")
+        for credit, member in zip(found, members, strict=True):
+            if not all(map(math.isfinite, (credit.advantage, *credit.turns))):
+                raise AdvantageBroken(f"{self._use} returned {credit} for trajectory {member.summary.id}, which is not finite")
+            if credit.turns and len(credit.turns) != member.summary.turns:
+                what = f"{len(credit.turns)} advantages for the {member.summary.turns} turns"
+                raise AdvantageBroken(f"{self._use} returned {what} of trajectory {member.summary.id}")
+        return found
+
+    def over_step(self, steps: Sequence[Sequence[Credit]]) -> Sequence[Sequence[Credit]]:
+        """The credits of all groups of a step, rescaled together where the advantage does that. Raises AdvantageBroken when it
+        raises, or when there are not as many finite credits."""
+        if not hasattr(self._made, "over_step"):
+            return steps
+        try:
+            found = [list(group) for group in self._made.over_step(steps)]
+        except Exception as error:
+            raise AdvantageBroken(f"{self._use}: over_step raised {type(error).__name__}: {error}") from error
+        got, given = ([len(group) for group in groups] for groups in (found, steps))
+        if got != given:
+            raise AdvantageBroken(f"{self._use}: over_step returned {got} credits for groups of {given}")
+        for credit in itertools.chain.from_iterable(found):
+            if not isinstance(credit, Credit) or not all(map(math.isfinite, (credit.advantage, *credit.turns))):
+                raise AdvantageBroken(f"{self._use}: over_step returned {credit!r}; expected a Credit of finite numbers")
+        return found
+
+    def baseline(self, rewards: Sequence[float]) -> tuple[float, float]:
+        """Mean and deviation by which groups are ranked."""
+        return self._made.baseline(rewards) if hasattr(self._made, "baseline") else _spread(rewards)
+
+
+def build_advantage(choice: AdvantageChoice) -> CheckedAdvantage:
+    """What ``with_advantages`` takes. Raises ConfigError, pydantic.ValidationError."""
+    return CheckedAdvantage(choice.build(), f"algorithm.advantage: {choice.kind or choice.use}")
+
+
+def with_advantages(group: Group, how: CheckedAdvantage | AdvantageSettings) -> Group:
+    """Returns the group with credits, mean and std over its scored members, before any filter. Unscored members become
     ``excluded[kind]``; fewer than ``min_group`` scored ones become ``excluded[min_group]``, without mean and std. Members that
-    already have a status are left alone."""
+    already have a status are left alone. Raises AdvantageBroken."""
+    if isinstance(how, AdvantageSettings):
+        how = CheckedAdvantage(Grpo(how), "GRPO")
     members = tuple(
         replace(m, status=Status(TrajectoryState.EXCLUDED, str(m.outcome.kind)))
         if m.kept and isinstance(m.outcome, Unscored)
@@ -73,12 +160,32 @@ def with_advantages(group: Group, settings: AdvantageSettings) -> Group:
     )
     group = replace(group, members=members, mean=None, std=None)
     positions = [i for i, m in enumerate(members) if m.kept and isinstance(m.outcome, Scored)]
-    if len(positions) < settings.min_group:
+    if len(positions) < how.min_group or not positions:
         lonely = Status(TrajectoryState.EXCLUDED, "min_group")
         return group.map({i: replace(members[i], status=lonely) for i in positions})
-    rewards = [members[i].reward for i in positions]
-    if settings.permuted:
-        random.Random(derive(0, "permuted rewards", group.number)).shuffle(rewards)
-    result = advantages(rewards, settings)
-    scored = {i: replace(members[i], advantage=value) for i, value in zip(positions, result.values, strict=True)}
-    return replace(group.map(scored), mean=result.mean, std=result.std)
+    scored = [members[i] for i in positions]
+    credits = how.credits(scored)
+    mean, std = how.baseline([member.reward for member in scored])
+    changed = {i: replace(members[i], credit=credit) for i, credit in zip(positions, credits, strict=True)}
+    return replace(group.map(changed), mean=mean, std=std)
+
+
+def over_step(groups: Sequence[Group], how: CheckedAdvantage) -> tuple[Group, ...]:
+    """Returns the groups of a step with the credits of their kept members rescaled over all of them, where ``how`` does that."""
+    kept = [[(i, m) for i, m in enumerate(group.members) if m.kept] for group in groups]
+    before = [[m.credit or Credit(0.0) for _, m in members] for members in kept]
+    after = how.over_step(before)
+    if after is before:
+        return tuple(groups)
+    return tuple(
+        group.map({i: replace(m, credit=credit) for (i, m), credit in zip(members, credits, strict=True)})
+        for group, members, credits in zip(groups, kept, after, strict=True)
+    )
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return (statistics.mean(values), statistics.stdev(values)) if len(values) > 1 else (0.0, 1.0)
+
+
+def _which(members: Sequence[Member]) -> str:
+    return f"group {members[-1].summary.id.group} (task {members[-1].summary.task_id})"

@@ -7,9 +7,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
-from typing import Any
-
-from pydantic import field_validator
+from typing import Any, ClassVar
 
 from rayloop.core import incidents
 from rayloop.core.events import Emit
@@ -47,19 +45,12 @@ class AlarmSettings(CollapseSettings):
     excluded: Limit = Limit(warn=0.25)
     """Trajectories left out of training for any such reason, or because too few of their group had a reward. Lower ``warn``
     when every one matters."""
-    flags: dict[str, Limit] = FLAGS
-    """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named. What is not given here keeps its
-    default: 0.05 for ``grader_error``, ``grader_timeout``, ``judge_invalid``, ``judge_changed``, ``invalid_component``; 0.9 for
-    the others, which describe the policy."""
+    flags: ClassVar[dict[str, Limit]] = FLAGS
+    """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named."""
     logprobs: Limit = Limit()
     """Mean |log-prob difference| of trainer and engine over samples of the present weights (lag 0), averaged over
     three steps. After ten steps without such samples, and every ten steps with ``policy.engine.lora.dropout``, four tasks are
     played for it. Without ``warn``: 1e-3 in float32, 0.1 in bfloat16."""
-
-    @field_validator("flags", mode="before")
-    @classmethod
-    def _defaults_stay(cls, value: Any) -> Any:
-        return {**FLAGS, **value} if isinstance(value, Mapping) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rayloop.core.kept import Kept
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import FlatTrajectory, Sampling, TokenIds, Trajectory
+from rayloop.core.types import STREAMS, FlatTrajectory, Sampling, Streams, TokenIds, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,12 @@ class TrainSample:
     pixels: tuple[Future[Tensor], ...] = ()  # per image [patches, D] float32, made in another thread
     grids: tuple[tuple[int, int, int], ...] = ()  # per image (t, h, w) in patches
     prompt_images: int = 0  # how many of the images precede the first sampled token
-    advantage: float = 0.0
+    advantage: Tensor | float = 0.0  # [N] float32, or one for all
+    streams: Streams = STREAMS
+    group_tokens: int = 0  # sampled tokens of its group in the update; 0: its own
     on_policy: bool = False  # treat the behaviour policy as the old one (no correction weight)
     lag: int = 0  # steps between the weights that sampled the first token and the weights being trained
+    kept: Kept | None = None  # [N], the tokens that top_p and top_k kept; None: all
 
     @property
     def targets(self) -> Tensor:
@@ -51,6 +55,17 @@ class TrainSample:
     def prompt_length(self) -> int:
         """Tokens before the first sampled one; all, if none was sampled."""
         return int(self.predict[0]) + 1 if self.predict.numel() else self.length
+
+    @property
+    def advantages(self) -> Tensor:
+        """[N] float32."""
+        return torch.as_tensor(self.advantage, dtype=torch.float32).expand(len(self.predict))
+
+    @property
+    def teaches(self) -> bool:
+        """Whether a policy gradient or a supervised one can follow from it."""
+        rewarded = bool(self.advantage.any()) if isinstance(self.advantage, Tensor) else self.advantage != 0
+        return (rewarded and len(self.predict) > 0 and self.streams.rl != 0) or self.streams.ce != 0
 
     @property
     def length(self) -> int:
@@ -73,6 +88,10 @@ class Batch:
     segment: Tensor  # [N] int64, which of the S trajectories; ascending
     behaviour: Tensor  # [N] float32
     advantage: Tensor  # [N] float32
+    rl: Tensor  # [N] float32, weights of the losses of docs/algorithm.md, section 6; so are ref_kl and ce
+    ref_kl: Tensor
+    ce: Tensor
+    group_tokens: Tensor  # [N] int64
     reference: Tensor | None  # [N] float32
     old: Tensor | None  # [N] float32
     on_policy: Tensor  # [N] bool
@@ -81,6 +100,7 @@ class Batch:
     ban_end: Tensor  # [N] bool, True where ``end_tokens`` could not be sampled (min_tokens)
     banned_tokens: Tensor  # [b] int64
     end_tokens: Tensor  # [e] int64; none where no token has ``ban_end``
+    kept: Tensor | None  # [N, k] int32, the tokens that could be sampled (with repetitions, -1: all); None: all everywhere
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch with every tensor on ``device``."""
@@ -93,10 +113,11 @@ class Batch:
 
 def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pixels: Sequence[Future[Tensor]] = ()) -> TrainSample:
     """A trajectory, flattened, as tensors. ``position_ids`` [R, T]; ``pixels`` one [patches, D] per image. Raises ValueError when
-    it cannot have been sampled as recorded: its first token is a sampled one, a banned token was sampled, or there is not one
-    reference log-prob per sampled token."""
+    it cannot have been sampled as recorded: its first token is a sampled one, a banned token was sampled or one that top_p and
+    top_k removed, or there is not one reference log-prob per sampled token."""
     trajectory = item.trajectory
     _check_sampled(trajectory, flat)
+    _check_kept(trajectory, flat)
     at = torch.from_numpy(flat.loss_mask.nonzero()[0])
     reference = None if item.reference is None else torch.tensor(item.reference, dtype=torch.float32)
     if reference is not None and reference.shape != at.shape:
@@ -115,10 +136,21 @@ def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pix
         pixels=tuple(pixels),
         grids=tuple(image.grid for image in trajectory.images),
         prompt_images=sum(len(turn.images) for turn in prompt),
-        advantage=item.advantage,
+        advantage=_of_turns(item) if item.turns else item.advantage,
+        streams=item.streams,
+        group_tokens=item.group_tokens,
         on_policy=item.on_policy,
         lag=item.lag,
+        kept=None if trajectory.sampling.most_kept is None else flat.kept,
     )
+
+
+def _of_turns(item: TrainItem) -> Tensor:
+    """[N] float32: each sampled token has its turn's advantage."""
+    lengths = [len(turn.token_ids) for turn in item.trajectory.sampled_turns]
+    if len(lengths) != len(item.turns):
+        raise ValueError(f"trajectory {item.trajectory.id}: {len(item.turns)} advantages for {len(lengths)} sampled turns")
+    return torch.tensor(item.turns, dtype=torch.float32).repeat_interleave(torch.tensor(lengths))
 
 
 def _check_sampled(trajectory: Trajectory, flat: FlatTrajectory) -> None:
@@ -133,6 +165,20 @@ def _check_sampled(trajectory: Trajectory, flat: FlatTrajectory) -> None:
             f"trajectory {trajectory.id}: sampled token {tokens[wrong[0]]} at position {positions[wrong[0]]} of its turn is one "
             f"that its Sampling bans (banned_tokens, or end_tokens before min_tokens)"
         )
+
+
+def _check_kept(trajectory: Trajectory, flat: FlatTrajectory) -> None:
+    sampling, tokens = trajectory.sampling, flat.token_ids[flat.loss_mask]
+    if sampling.most_kept is None or not len(tokens):
+        return
+    limits = f"trajectory {trajectory.id}: top_p is {sampling.top_p} and top_k {sampling.top_k}, and"
+    rows = np.zeros((0, 0), np.int32) if flat.kept is None else flat.kept.padded()
+    if len(rows) != len(tokens):
+        raise ValueError(f"{limits} its engine returned {len(rows)} sets of kept tokens for {len(tokens)} sampled tokens")
+    wrong = np.flatnonzero(~(rows == tokens[:, None]).any(1))
+    if len(wrong):
+        at = int(flat.turn_position[flat.loss_mask][wrong[0]])
+        raise ValueError(f"{limits} sampled token {tokens[wrong[0]]} at position {at} of its turn is none of the kept tokens")
 
 
 def _among(tokens: npt.NDArray[np.int64], ids: TokenIds) -> npt.NDArray[np.bool_]:
@@ -152,7 +198,7 @@ def _table(ids: TokenIds) -> npt.NDArray[np.bool_]:
 def segmented(mini_batches: Sequence[Sequence[TrainItem]]) -> list[list[TrainItem]]:
     """Returns an item per segment, with the trajectory's advantage and the segment's part of the reference log-probs. A trajectory
     of several mini-batches has the same segments, as objects, in all of them. Raises ValueError when there is not one reference
-    log-prob per sampled token."""
+    log-prob per sampled token, or not one advantage per sampled turn."""
     known = {id(item.trajectory): item.trajectory.segments for items in mini_batches for item in items}
     return [[part for item in items for part in _parts(item, known[id(item.trajectory)])] for items in mini_batches]
 
@@ -167,11 +213,22 @@ def by_segment(
 
 
 def _parts(item: TrainItem, segments: Sequence[Trajectory]) -> list[TrainItem]:
-    if len(segments) == 1 or item.reference is None:
-        return [dataclasses.replace(item, trajectory=segment) for segment in segments]
-    ends = np.cumsum([sum(len(turn.token_ids) for turn in segment.sampled_turns) for segment in segments])
-    if len(item.reference) != ends[-1]:
-        what = f"{len(item.reference)} reference log-probs for {ends[-1]} sampled tokens"
+    if len(segments) == 1:
+        return [dataclasses.replace(item, trajectory=segments[0])]
+    lengths = [[len(turn.token_ids) for turn in segment.sampled_turns] for segment in segments]
+    ends = np.cumsum([sum(turns) for turns in lengths])
+    references: Sequence[Any] = [None] * len(segments)
+    if item.reference is not None:
+        if len(item.reference) != ends[-1]:
+            what = f"{len(item.reference)} reference log-probs for {ends[-1]} sampled tokens"
+            raise ValueError(f"trajectory {item.trajectory.id}: {what}")
+        references = np.split(np.asarray(item.reference), ends[:-1])
+    if item.turns and len(item.turns) != sum(map(len, lengths)):
+        what = f"{len(item.turns)} advantages for {sum(map(len, lengths))} sampled turns"
         raise ValueError(f"trajectory {item.trajectory.id}: {what}")
-    parts = np.split(np.asarray(item.reference), ends[:-1])
-    return [dataclasses.replace(item, trajectory=segment, reference=part) for segment, part in zip(segments, parts, strict=True)]
+    turns = iter(item.turns)
+    credits = [tuple(itertools.islice(turns, len(own))) for own in lengths]
+    return [
+        dataclasses.replace(item, trajectory=segment, reference=reference, turns=credit)
+        for segment, reference, credit in zip(segments, references, credits, strict=True)
+    ]

@@ -7,7 +7,7 @@ message: every answer asked for a tool, every reward was 0.100, and answers fell
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import mean
 
 from pydantic import Field, model_validator
@@ -94,59 +94,56 @@ class Collapse:
 
     def __init__(self, settings: CollapseSettings) -> None:
         self._settings = settings
-        self._last: dict[str, deque[float]] = {name: deque(maxlen=STEPS) for name in SETTINGS}
+        self._last: deque[Mapping[str, float]] = deque(maxlen=STEPS)
         self.first: dict[str, list[float]] = {LENGTH: [], ENTROPY: []}
         """Values of the run's first steps, in tokens and nats. A checkpoint keeps them, for a collapse after a resume."""
-        self._unknown = 0
-        """Steps in a row without a forward pass, which therefore have no entropy."""
 
     def step(self, metrics: Mapping[str, float]) -> dict[str, Alarm]:
-        """Returns the watched values. Skips metrics that the step lacks, and values that fewer than ``STEPS`` steps had."""
-        for name, values in self._last.items():
-            if name in metrics:
-                values.append(metrics[name])
+        """Returns the watched values, none before ``STEPS`` steps. A mean is over those of the last ``STEPS`` steps that have the
+        metric: a step without a forward pass has no entropy."""
+        self._last.append(metrics)
         for name, first in self.first.items():
             if name in metrics and len(first) < STEPS:
                 first.append(metrics[name])
-        found = {name: mean(values) for name, values in self._last.items() if len(values) == STEPS}
-        self._unknown = 0 if ENTROPY in metrics else self._unknown + 1
-        if self._unknown >= STEPS:
-            text = f"none of the last {STEPS} steps had a trajectory with gradient: nothing is learned, and its entropy is unknown"
-            found.pop(ENTROPY, None)
-            return {"entropy": (0.0, self._settings.entropy, text)} | self._alarms(found)
-        return self._alarms(found)
+        if len(self._last) < STEPS:
+            return {}
+        alarms = {SETTINGS[name]: self._alarm(name, known) for name in SETTINGS if (known := self._known(name))}
+        text = f"none of the last {STEPS} steps had a trajectory with gradient: nothing is learned, and its entropy is unknown"
+        return {"entropy": (0.0, self._settings.entropy, text)} | alarms
 
-    def _alarms(self, found: Mapping[str, float]) -> dict[str, Alarm]:
-        alarms: dict[str, Alarm] = {}
-        for name, value in found.items():
-            watched = self._share(name, value) if name in self.first else value
-            alarms[SETTINGS[name]] = (watched, getattr(self._settings, SETTINGS[name]), self._text(name, value))
-        return alarms
+    def _known(self, name: str) -> list[float]:
+        """Returns the values of a metric in the last steps that have it."""
+        return [metrics[name] for metrics in self._last if name in metrics]
+
+    def _alarm(self, name: str, known: Sequence[float]) -> Alarm:
+        watched = self._share(name, mean(known)) if name in self.first else mean(known)
+        return watched, getattr(self._settings, SETTINGS[name]), self._text(name, known)
 
     def cause(self, learning_rate: float) -> str:
         """Returns a sentence on entropy and learning rate, for a run that ends because no group has a gradient; empty unless the
         entropy has halved."""
-        last = self._last[ENTROPY]
-        if not last or self._share(ENTROPY, mean(last)) >= HALF:
+        known = self._known(ENTROPY)
+        if not known or self._share(ENTROPY, mean(known)) >= HALF:
             return ""
-        return f"{self._certain(mean(last))}: it has collapsed. The learning rate is {learning_rate:g}. {OPEN}."
+        return f"{self._certain(known)}: it has collapsed. The learning rate is {learning_rate:g}. {OPEN}."
 
-    def _certain(self, entropy: float) -> str:
-        before = mean(self.first[ENTROPY])
-        return f"the policy's entropy is {entropy:.2g} nats per token, mean of {STEPS} steps, and was {before:.2g} at first"
+    def _certain(self, known: Sequence[float]) -> str:
+        now, before = f"{mean(known):.2g} nats per token, {_mean_of(known)}", mean(self.first[ENTROPY])
+        return f"the policy's entropy is {now}, and was {before:.2g} at first"
 
     def _share(self, name: str, value: float) -> float:
         """Returns ``value`` as a share of the first steps' mean; 1 where an older checkpoint lacks that mean."""
         before = mean(self.first[name]) if self.first[name] else 0.0
         return value / before if before else 1.0
 
-    def _text(self, name: str, value: float) -> str:
-        """Returns a sentence that says what the mean ``value`` of a metric means."""
+    def _text(self, name: str, known: Sequence[float]) -> str:
+        """Returns a sentence that says what the mean of a metric's values means."""
+        value = mean(known)
         if name == ENTROPY:
-            return f"{self._certain(value)}: it gives the same answer again and again. {OPEN}"
+            return f"{self._certain(known)}: it gives the same answer again and again. {OPEN}"
         if name == LENGTH:
             before = mean(self.first[LENGTH])
-            return f"answers have {value:.0f} tokens, mean of {STEPS} steps, and had {before:.0f} at first: look at what is left"
+            return f"answers have {value:.0f} tokens, {_mean_of(known)}, and had {before:.0f} at first: look at what is left"
         if name == DONE:
             return (
                 f"{value:.0%} of the last {STEPS} steps' trajectories were completed, the others ran out of turns or tokens, or "
@@ -158,3 +155,7 @@ class Collapse:
             WRONG: "only wrong answers: take easier rows first",
         }
         return f"{value:.0%} of the last {STEPS} steps' groups have {means[name]}"
+
+
+def _mean_of(known: Sequence[float]) -> str:
+    return f"mean of {len(known)} steps" if len(known) > 1 else "of a single step"

@@ -2,14 +2,13 @@
 
 No torch, no ray."""
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, Tag
 
-from rayloop.config.settings import OWN, Component, Role, SettingsModel, by_kind
-from rayloop.core.failures import ConfigError, FilterBroken
+from rayloop.config.settings import OWN, Component, Role, SettingsModel, by_kind, takes
+from rayloop.core.failures import FilterBroken
 from rayloop.core.groups import Group, Member
 from rayloop.core.types import EndReason
 
@@ -156,16 +155,10 @@ class OwnFilter:
         return found
 
 
-def _function(function: Callable[..., Any], use: str) -> None:
-    required = [p.name for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-    if required[:1] != ["group"] or len(required) > 1:
-        raise ConfigError(
-            f"use: {use!r} is a function of ({', '.join(required)}), which is no filter. Write refused(group), which returns a "
-            "mapping from positions in group.members to reasons"
-        )
-
-
-FILTER = Role("filter", ("refused",), _function)
+FILTER = Role(
+    "filter", ("refused",),
+    takes("group", "filter", "Write refused(group), which returns a mapping from positions in group.members to reasons"),
+)  # fmt: skip
 
 
 FilterSettings = Annotated[

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from rayloop.core.kept import Kept
 from rayloop.core.types import Sampling
 from rayloop.grpo.batch import Batch, TrainSample
 
@@ -86,7 +87,13 @@ def pack(samples: Sequence[TrainSample], *, share_images: bool = False, share_pr
         targets=torch.cat([s.targets for s in samples]),
         segment=per_token(range(len(samples)), torch.int64),
         behaviour=torch.cat([s.behaviour for s in samples]),
-        advantage=per_token([s.advantage for s in samples], torch.float32),
+        advantage=torch.cat([s.advantages for s in samples])
+        if any(isinstance(s.advantage, Tensor) for s in samples)
+        else per_token([s.advantage for s in samples], torch.float32),
+        rl=per_token([s.streams.rl for s in samples], torch.float32),
+        ref_kl=per_token([s.streams.ref_kl for s in samples], torch.float32),
+        ce=per_token([s.streams.ce for s in samples], torch.float32),
+        group_tokens=per_token([s.group_tokens or n for s, n in zip(samples, counts, strict=True)], torch.int64),
         reference=_all_or_none([s.reference for s in predicting], "reference log-probs"),
         old=_all_or_none([s.old for s in predicting], "old log-probs"),
         on_policy=per_token([s.on_policy for s in samples], torch.bool),
@@ -95,6 +102,7 @@ def pack(samples: Sequence[TrainSample], *, share_images: bool = False, share_pr
         ban_end=ban_end,
         banned_tokens=torch.tensor(sampling.banned_tokens, dtype=torch.int64),
         end_tokens=torch.tensor(end_tokens, dtype=torch.int64),
+        kept=_kept(predicting),
     )
 
 
@@ -134,6 +142,13 @@ def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
     if present:
         raise ValueError(f"{len(values) - len(present)} of {len(values)} packed samples lack {name}")
     return None
+
+
+def _kept(samples: Sequence[TrainSample]) -> Tensor | None:
+    """[N, k] of all samples, or None when no sample has them."""
+    if all(sample.kept is None for sample in samples):
+        return None
+    return torch.from_numpy(Kept.joined(s.kept or Kept.everything(len(s.predict)) for s in samples).padded())
 
 
 def _common_sampling(samples: Sequence[TrainSample]) -> Sampling:

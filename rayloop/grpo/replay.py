@@ -68,7 +68,7 @@ class ReplayBuffer:
         for member in group.scored:
             if not member.replayed and _result(member) > self._rules.success_above:
                 slots = self._stored.setdefault(group.task.id, deque(maxlen=self._rules.capacity))
-                slots.append(replace(member, advantage=None, reference=None))
+                slots.append(replace(member, credit=None, reference=None))
 
     def forget(self, ids: Collection[TrajectoryId]) -> None:
         """Remove these trajectories, whose payloads are lost."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from rayloop.config.settings import SettingsModel
+from rayloop.config.settings import Component, Role, SettingsModel, takes
 from rayloop.grpo.filters import FILTER, EqualRewards, FilterSettings
 
 
 class AdvantageSettings(SettingsModel):
-    """What the formula of section 3 is made of; a run chooses one of ``ADVANTAGES``. Defaults are verl's GRPO."""
+    """What the formula of section 3 is made of. Defaults are verl's GRPO."""
 
     normalize_std: bool = True
     """Divide by the group's standard deviation. Off gives Dr. GRPO's advantage (arXiv:2503.20783)."""
@@ -39,31 +40,72 @@ class AdvantageSettings(SettingsModel):
         return self
 
 
-ADVANTAGES = {
-    "grpo": AdvantageSettings(),
-    "dr_grpo": AdvantageSettings(normalize_std=False),
-    "binarised": AdvantageSettings(baseline="binarised"),
-    "chart_rvr": AdvantageSettings(std="population", std_floor=1.0),
-    "raw": AdvantageSettings(min_group=1, singleton="raw"),
-    "permuted": AdvantageSettings(permuted=True),
+GRPO, KINDS = "rayloop.grpo.advantage:Grpo", "rayloop.grpo.advantage_kinds"
+ADVANTAGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": (GRPO, {}),
+    "dr_grpo": (GRPO, {"normalize_std": False}),
+    "binarised": (GRPO, {"baseline": "binarised"}),
+    "chart_rvr": (GRPO, {"std": "population", "std_floor": 1.0}),
+    "raw": (GRPO, {"min_group": 1, "singleton": "raw"}),
+    "permuted": (GRPO, {"permuted": True}),
+    "rloo": (f"{KINDS}:Rloo", {}),
+    "reinforce_pp": (f"{KINDS}:BatchScaled", {"of": "advantages"}),
+    "batch_std": (f"{KINDS}:BatchScaled", {"of": "rewards"}),
+    "gdpo": (f"{KINDS}:Gdpo", {}),
+    "maxrl": (f"{KINDS}:MaxRl", {}),
+    "gigpo": (f"{KINDS}:Gigpo", {}),
+    "turns": (f"{KINDS}:TurnReturns", {}),
+    "distill": (f"{KINDS}:Distill", {}),
 }
-"""The formulas of the works that this project unifies, and a control."""
+"""Each kind's component, and what it presets of its settings."""
 
 
-class AdvantageChoice(SettingsModel):
-    """Section 3: the group-relative advantage (GRPO, arXiv:2402.03300)."""
+class AdvantageChoice(Component):
+    """Section 3: what a trajectory's tokens are trained with. ``{kind: gigpo, with: {gamma: 0.9}}``, or one of your own:
+    ``{use: "mine:advantage"}`` (docs/bring_your_own/advantage.md)."""
 
-    kind: Literal["grpo", "dr_grpo", "binarised", "chart_rvr", "raw", "permuted"] = "grpo"
-    """grpo: (reward - mean) / standard deviation. dr_grpo (arXiv:2503.20783): without the division, so groups that hardly differ
-    weigh little. binarised (PyVision's ``grpo_w_anb``): mean and deviation of ``score != 0``, so that successes stay positive even
-    when all are equal. chart_rvr: the population's deviation, 1 at least. raw: as grpo, and a lone sample's reward is its
-    advantage (verl's original), for ``group_size: 1``. permuted: as grpo, with each group's rewards shuffled over its members
-    first: a control from which nothing can be learned."""
+    use: str = ""
+    """An advantage of your own, ``package.module:name``, in place of a ``kind``; empty for none."""
+    kind: Literal[
+        "grpo", "dr_grpo", "binarised", "chart_rvr", "raw", "permuted", "rloo", "reinforce_pp", "batch_std", "gdpo", "maxrl",
+        "gigpo", "turns", "distill",
+    ] | None = None  # fmt: skip
+    """grpo (the default): (reward - mean) / standard deviation. dr_grpo (arXiv:2503.20783): without the division, so groups that
+    hardly differ weigh little. binarised (PyVision's ``grpo_w_anb``): mean and deviation of ``score != 0``, so that successes stay
+    positive even when all are equal. chart_rvr: the population's deviation, 1 at least. raw: as grpo, and a lone sample's reward is
+    its advantage (verl's original), for ``group_size: 1``. permuted: as grpo, with each group's rewards shuffled over its members
+    first: a control from which nothing can be learned. rloo (arXiv:2402.14740): minus the mean of the others. reinforce_pp
+    (REINFORCE++ baseline, arXiv:2501.03262) and batch_std (arXiv:2508.08221): minus the group's mean, over the step's deviation of
+    these differences, or of the rewards. gdpo (arXiv:2601.05242): each component of ``with.weights`` by itself. maxrl
+    (arXiv:2602.02710): over the group's mean. gigpo (arXiv:2505.10978): also between turns of a group that saw the same screen.
+    turns: discounted returns of each turn. distill: the KL to the reference alone, without a group."""
 
-    @property
-    def rules(self) -> AdvantageSettings:
-        """The formula."""
-        return ADVANTAGES[self.kind]
+    @model_validator(mode="before")
+    @classmethod
+    def _one(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        if data.get("use") and data.get("kind"):
+            raise ValueError(f"kind: {data['kind']} and use: {data['use']} are two advantages; leave one out")
+        return data if data.get("use") or data.get("kind") else {**data, "kind": "grpo"}
+
+    def _named(self) -> Component:
+        use, preset = ADVANTAGES[self.kind or "grpo"]
+        return Component(use=use, **{"with": {**preset, **self.with_}})
+
+    def resolve(self) -> Callable[..., Any]:
+        """The class or function. Raises ConfigError."""
+        return super().resolve() if self.use else self._named().resolve()
+
+    def options(self) -> BaseModel | None:
+        """``with`` over what the kind presets, validated. Raises ConfigError, pydantic.ValidationError."""
+        return super().options() if self.use else self._named().options()
+
+
+ADVANTAGE = Role(
+    "advantage", ("credits",),
+    takes("members", "advantage", "Write credits(members), which returns a number or a Credit for each scored member of a group"),
+)  # fmt: skip
 
 
 class FilteringSettings(SettingsModel):
@@ -113,52 +155,6 @@ class StalenessSettings(SettingsModel):
     """A group in flight that would be too old at the next step. wait: the step is held until it is there, so every length of
     episode is trained as often as it is played. drop: it is thrown away when it ends; steps are up to 1.6 times as frequent and
     long episodes are trained as little as 0.3 times as often as played (docs/algorithm.md, section 7)."""
-
-
-class LossSettings(SettingsModel):
-    """Section 6: the clipped policy-gradient loss (PPO, arXiv:1707.06347) and its aggregation."""
-
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    """How far a token's ratio may fall below 1 before its gradient is cut. Matters only with several updates per step."""
-    clip_high: float = Field(0.2, ge=0)
-    """Raise it above ``clip_low`` (0.28 in DAPO, arXiv:2503.14476; 0.3 in ARPO) to let rare good tokens grow."""
-    dual_clip: float | None = Field(3.0, gt=1)
-    """Bounds the loss of a negative advantage at dual_clip * |A|. None: off. Lower it when single tokens of bad samples throw
-    the policy off."""
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """How tokens are averaged. token-mean: all tokens of an update alike, so long answers weigh more (DAPO); seq-mean-...:
-    all answers alike, their tokens summed or averaged; -norm divides by ``norm_length``, so length has no influence
-    (Dr. GRPO, arXiv:2503.20783)."""
-    norm_length: int | None = Field(None, gt=0)
-    """Required by seq-mean-token-sum-norm (Dr. GRPO as verl has it): the constant that the sum over all tokens is divided by, and
-    all it is divided by, so the gradient grows with the trajectories of an update. For TRL's mean over trajectories set the
-    length times the trajectories of a full update; a smaller update (filtering) then still weighs less."""
-    kl_coef: float = Field(0.0, ge=0)
-    """beta of the k3 term against the reference. 0 skips the reference altogether. 0.001 to 0.04 when the text degrades while
-    the reward grows."""
-    kl_cap: float | None = Field(None, gt=0)
-    """Upper bound of the k3 term per token; beyond it there is no gradient. Set it when single tokens own the clipped gradient
-    (``actor/kl`` jumps); 10 is verl's low_var_kl. None: only the log-ratio is bounded."""
-    entropy_coef: float = Field(0.0, ge=0)
-    """A bonus for entropy. 0 unless entropy collapses while rewards are still poor; then small (0.001 to 0.02)."""
-    correction: Literal["decoupled", "bypass", "none"] = "decoupled"
-    """How the gap between the sampling engine and the trainer is corrected (section 2). decoupled: also right with stale
-    trajectories and several updates per step, so keep it; bypass: the engine's log-probs are the old ones; none: only when engine
-    and trainer agree to rounding, and as a control."""
-    correction_cap: ClassVar[float] = 2.0
-    """Upper bound of the decoupled per-token weight exp(old - behaviour): twice the weight of a token that did not drift."""
-
-    @property
-    def kl_bound(self) -> float:
-        """The k3 term's log-ratio is clamped to so many nats either way: at 10 below the reference a token costs 22,015. verl has
-        20 where the term itself is capped."""
-        return 10.0 if self.kl_cap is None else 20.0
-
-    @model_validator(mode="after")
-    def _norm_length(self) -> LossSettings:
-        if (self.aggregation == "seq-mean-token-sum-norm") != (self.norm_length is not None):
-            raise ValueError("norm_length goes with aggregation: seq-mean-token-sum-norm, and only with it")
-        return self
 
 
 class UpdateSettings(SettingsModel):

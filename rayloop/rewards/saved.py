@@ -112,7 +112,8 @@ def played(row: Mapping[str, Any], results: Sequence[str] = ("env_result",)) -> 
 
 def _turn(turn: Mapping[str, Any]) -> Turn:
     sampled = bool(turn.get("sampled"))
-    return Turn(str(turn.get("role")), (), _images(turn), () if sampled else None, executed=turn.get("executed"))
+    executed, reward = turn.get("executed"), turn.get("reward") or 0.0
+    return Turn(str(turn.get("role")), (), _images(turn), () if sampled else None, executed=executed, reward=reward)
 
 
 def _images(shown: Mapping[str, Any]) -> tuple[ImageRef, ...]:

@@ -105,8 +105,6 @@ class RolloutManager:
             while True:
                 if self._stopping:
                     raise Preempted("asked to stop")
-                if self.scheduler.bad is not None and self.config.data.strict:
-                    raise self.scheduler.bad
                 self.ready.expire(version, inherited)
                 if not self._enough(self._owed(version, inherited)):
                     await self._change()
@@ -183,7 +181,7 @@ class RolloutManager:
         return cleared
 
     def quarantine(self, task: Task, path: str, reason: str) -> None:
-        """Never play this task again, and write down why. With ``data.strict`` the run stops."""
+        """Never play this task again, and write down why."""
         if self.scheduler.quarantine(task, path, reason):
             self._notify()
 

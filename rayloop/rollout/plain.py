@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import TypeAdapter
 
-from rayloop.core.groups import Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored
-from rayloop.core.types import Summary, Task, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.groups import Credit, Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored
+from rayloop.core.types import Streams, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 
 T = TypeVar("T")
 Plain = Any
@@ -104,7 +104,7 @@ def plain_member(member: Member) -> Plain:
         "summary": _plain(member.summary),
         "outcome": _outcome(member.outcome),
         "payload": HeldValue(id, member.payload) if kept and member.payload is not None else None,
-        "advantage": member.advantage,
+        "credit": None if member.credit is None else _plain(member.credit),
         "reference": HeldValue(id, member.reference) if kept and member.reference is not None else None,
         "replayed": member.replayed,
         "fate": None if member.status is None else [str(member.status.state), member.status.reason],
@@ -119,11 +119,18 @@ def member_from_plain(plain: Plain, own: Own) -> Member:
         summary=_read(Summary, summary, id=TrajectoryId(*summary["id"]), **versions),
         outcome=_outcome_from(plain["outcome"]),
         payload=None if payload is None else own(trajectory_from_plain(payload)),
-        advantage=plain["advantage"],
+        credit=_credit(plain.get("credit", plain.get("advantage"))),
         reference=None if reference is None else own(reference),
         replayed=plain["replayed"],
         status=None if status is None else Status(TrajectoryState(status[0]), status[1]),
     )
+
+
+def _credit(plain: Plain) -> Credit | None:
+    """The credit again; from a number, an advantage for all tokens."""
+    if isinstance(plain, Mapping):
+        return _read(Credit, plain, streams=_read(Streams, plain["streams"]))
+    return None if plain is None else Credit(plain)
 
 
 def _outcome(outcome: Outcome) -> Plain:

@@ -123,7 +123,6 @@ class GroupScheduler:
         """Without staleness: what is issued again was one round, which is finished as it began; else it fills rounds of its own."""
         self.issued_this_step = 0
         self.quarantined: set[str] = set()
-        self.bad: DataFailure | None = None
         """Why the task that was quarantined last was."""
         self._made_up_for = 0
         self._on_bad_row = on_bad_row
@@ -198,8 +197,7 @@ class GroupScheduler:
         if task.id in self.quarantined:
             return False
         self.quarantined.add(task.id)
-        self.bad = DataFailure(self.dataset.where(task), f"{path}: {reason}" if path else reason)
-        self._on_bad_row(self.bad)
+        self._on_bad_row(DataFailure(self.dataset.where(task), f"{path}: {reason}" if path else reason))
         return True
 
     @property

@@ -2,6 +2,7 @@
 
     checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
         trainer/                        model, optimizer, scheduler, RNG (rayloop/engines/training/state.py)
+        reference/                      the reference at that step (``reference.refresh_every``, cluster/loop/refreshing.py)
         driver.json, driver.safetensors the driver's state: plain values, arrays and bytes (rayloop/run/records/plain_files.py)
         COMPLETE                        JSON: step, lineage, size and CRC-32 of every file, and the run (rayloop/run/identity.py)
     checkpoints/latest                  name of the checkpoint written last
@@ -67,14 +68,18 @@ class Checkpoint:
 
     def state(self) -> Any:
         """The driver's. Raises Damaged, and CheckpointError when it cannot be read."""
+        self.verify({STRUCTURE, TENSORS}.__contains__)
+        return read(self.folder / STRUCTURE, self.folder / TENSORS)
+
+    def verify(self, chosen: Callable[[str], bool]) -> None:
+        """Compare the checksums of the files whose names are ``chosen``. Raises Damaged."""
         sums = _sums(self.about)
-        for name in sums.keys() & {STRUCTURE, TENSORS}:
+        for name in filter(chosen, sums):
             try:
                 with (self.folder / name).open("rb") as file:
                     check_sum(name, file, sums[name])
             except OSError as error:
                 raise Damaged(name, f"it cannot be read: {error}") from error
-        return read(self.folder / STRUCTURE, self.folder / TENSORS)
 
 
 def _sums(marker: Mapping[str, Any]) -> dict[str, Checksum]:

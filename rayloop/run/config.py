@@ -22,14 +22,8 @@ from rayloop.engines.settings import (
 )
 from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
 from rayloop.grpo.alarms import AlarmSettings
-from rayloop.grpo.settings import (
-    AdvantageChoice,
-    FilteringSettings,
-    LossSettings,
-    ReplaySettings,
-    StalenessSettings,
-    UpdateSettings,
-)
+from rayloop.grpo.losses.settings import LOSS, AdaptiveKl, LossChoice, PpoLoss
+from rayloop.grpo.settings import ADVANTAGE, AdvantageChoice, FilteringSettings, ReplaySettings, StalenessSettings, UpdateSettings
 from rayloop.loggers.settings import LoggersSettings
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.lifetime import (
@@ -44,6 +38,7 @@ from rayloop.run.lifetime import (
     check_durations,
     with_time_to_compile,
 )
+from rayloop.run.roles import Placement, ReferenceSettings, RoleSettings
 from rayloop.transports.settings import BroadcastTransport, ObjectStoreTransport, Placed, TransportSettings, problems
 
 
@@ -59,33 +54,11 @@ class DataSettings(SettingsModel):
     order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None
     """Which rows come first. None: a new order in each epoch, from the seed. file: that of the file. A curriculum for the first
     epoch: ``{use: "rayloop.recipes.arc_vision.data:LargeFirst"}`` or ``rayloop.run.order:BySolveRate``."""
-    strict: bool = False
-    """Stop at the first bad row or image instead of quarantining it: for data that you believe to be clean."""
 
     @property
     def shuffle(self) -> bool:
         """Whether each epoch has an order of its own."""
         return self.order != "file"
-
-
-class Placement(SettingsModel):
-    """What one actor of a role reserves in the Ray cluster."""
-
-    num_cpus: float = Field(1.0, ge=0)
-    """Cores that Ray counts as taken, and torch's threads where ``threads`` is null. Lower it where a machine has few."""
-    num_gpus: float = Field(0.0, ge=0)
-    """GPUs that are this actor's own. A fraction shares one GPU with other roles. Set it for engines and trainer on GPUs."""
-    resources: dict[str, float] = {}
-    """Custom Ray resources, for example to pin environments to nodes that have a browser, or ranks to one node."""
-
-
-class RoleSettings(SettingsModel):
-    """What the roles have in common whose actors answer calls that may be made again elsewhere."""
-
-    actors: int = Field(1, ge=1)
-    """Processes of this role, many calls at once each; an engine or a reference holds the whole model. Raise it when steps wait for
-    them, when environments compute much or hang often, and to generate on more GPUs or nodes."""
-    placement: Placement = Placement()
 
 
 ENGINE = ("generate", "leave", "pause", "resume", "load", "health")
@@ -127,11 +100,6 @@ class RewardPool(RewardSettings, RoleSettings):
     placement: Placement = Placement(num_cpus=0.5)
 
 
-class ReferenceSettings(RoleSettings):
-    """The actors that hold a frozen copy of the start model, for ``policy.loss.kl_coef`` > 0 without LoRA; with LoRA the reference
-    is the policy without its adapter, and there are none."""
-
-
 class PolicySettings(SettingsModel):
     """The actors that train: one for each FSDP rank."""
 
@@ -139,11 +107,12 @@ class PolicySettings(SettingsModel):
     """FSDP world size: one actor per rank. Raise it for more GPUs: memory per rank falls, and steps get faster."""
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
-    loss: LossSettings = LossSettings()
+    loss: Annotated[LossChoice, LOSS] = PpoLoss()
     update: UpdateSettings = UpdateSettings()
     placement: Placement = Placement()
     step_timeout: float = Field(3600.0, gt=0)
-    """Seconds for one call of the trainer (step, checkpoint, export). Raise it for large steps, with ``recovery.stall_timeout``."""
+    """Seconds for one call of the trainer (step, checkpoint, export); an engine has a sixth of them to take over synced weights.
+    Raise it for large steps, large models and slow networks, with ``recovery.stall_timeout``."""
 
 
 class AlgorithmSettings(SettingsModel):
@@ -153,7 +122,7 @@ class AlgorithmSettings(SettingsModel):
     """Trajectories per task that share a baseline. Raise it when the baseline is noisy; the cost is proportional."""
     groups_per_step: int = Field(8, ge=1)
     """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of them."""
-    advantage: AdvantageChoice = AdvantageChoice()
+    advantage: Annotated[AdvantageChoice, ADVANTAGE] = AdvantageChoice(kind="grpo")
     filtering: FilteringSettings = FilteringSettings()
     replay: ReplaySettings = ReplaySettings()
     staleness: StalenessSettings = StalenessSettings()
@@ -173,9 +142,6 @@ class WeightSyncSettings(SettingsModel):
     """How weights reach the engines, and what is checked at the start."""
 
     transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = ObjectStoreTransport()
-    timeout: float = Field(600.0, gt=0)
-    """Seconds for an engine to take over synced weights; each wait within a broadcast has a fifth of them. Raise it for large
-    models over slow networks."""
     logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
     """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in bfloat16. stop: the run ends when
     engines and trainer disagree. self_test: also perturb each group of
@@ -228,7 +194,7 @@ class RunConfig(SettingsModel):
 
     @model_validator(mode="after")
     def _across_parts(self) -> RunConfig:
-        for problem in (*_problems(self), *_engine_problems(self), *_transport_problems(self)):
+        for problem in (*_problems(self), *_reference_problems(self), *_engine_problems(self), *_transport_problems(self)):
             raise ValueError(problem)
         return self
 
@@ -265,10 +231,10 @@ class RunConfig(SettingsModel):
 
     @property
     def reference_kind(self) -> Literal["none", "actor", "adapter_off"]:
-        """``actor`` with the start model, or the policy without its adapter: where the reference's log-probs come from."""
-        if not self.policy.loss.kl_coef:
+        """``actor`` with a model of its own, or the policy without its adapter: where the reference's log-probs come from."""
+        if not self.policy.loss.uses_kl:
             return "none"
-        return "actor" if self.policy.engine.lora is None else "adapter_off"
+        return "actor" if self.policy.engine.lora is None or self.reference.path else "adapter_off"
 
     @property
     def optimizer(self) -> OptimizerSettings:
@@ -277,10 +243,15 @@ class RunConfig(SettingsModel):
         return self.policy.optimizer.over(self.steps, update.epochs * update.mini_batches)
 
     @property
+    def sync_timeout(self) -> float:
+        """Seconds for an engine to take over synced weights; each wait within a broadcast has a fifth of them."""
+        return self.policy.step_timeout / 6
+
+    @property
     def transport(self) -> TransportSettings:
-        """``weight_sync.transport``, whose waits fit into ``weight_sync.timeout``."""
+        """``weight_sync.transport``, whose waits fit into ``sync_timeout``."""
         chosen = self.weight_sync.transport
-        return chosen.within(self.weight_sync.timeout) if isinstance(chosen, BroadcastTransport) else chosen
+        return chosen.within(self.sync_timeout) if isinstance(chosen, BroadcastTransport) else chosen
 
     @property
     def trainer(self) -> FsdpSettings:
@@ -335,8 +306,7 @@ def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConf
 
 def _problems(c: RunConfig) -> Any:
     a, stale = c.algorithm, c.algorithm.staleness.max_staleness
-    if a.group_size == 1 and a.advantage.kind != "raw":
-        yield "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or advantage.kind: raw"
+    yield from _advantage_problems(c)
     unmeasured = c.data.eval is None or not c.evaluation.every
     if unmeasured and c.evaluation.patience:
         yield "evaluation.patience goes by the held-out reward, which this run never measures: set data.eval and evaluation.every"
@@ -349,6 +319,7 @@ def _problems(c: RunConfig) -> Any:
         )
     for where, each in {"": c, _IN_EVALUATION: c.in_evaluation}.items():
         episode, room = each.environment.episode, each.rollout.sampling.max_tokens
+        yield from each.engine.unkept(each.rollout.sampling.sampling(), where)
         if episode.max_prompt_tokens + room > episode.max_tokens:
             yield (
                 f"a prompt of max_prompt_tokens ({episode.max_prompt_tokens}) and one turn of sampling.max_tokens ({room}) make "
@@ -363,12 +334,59 @@ def _problems(c: RunConfig) -> Any:
         )
 
 
+def _advantage_problems(c: RunConfig) -> Any:
+    """What the advantage needs and the run has not."""
+    kind, loss = c.algorithm.advantage.kind, c.policy.loss
+    if c.algorithm.group_size == 1 and kind not in ("raw", "distill", None):
+        yield "algorithm.group_size is 1: a lone sample has no baseline. Use at least 2, or advantage.kind: raw"
+    least, size = c.algorithm.advantage.with_.get("min_group"), c.algorithm.group_size
+    if isinstance(least, int) and least > size:
+        yield f"algorithm.advantage.with.min_group ({least}) is above algorithm.group_size ({size}): no group has as many members"
+    if kind in ("turns", "gigpo") and c.environment.episode.max_turns == 1:
+        yield f"algorithm.advantage.kind: {kind} compares turns, and environment.episode.max_turns is 1: raise it, or use grpo"
+    if kind == "gdpo" and not c.algorithm.advantage.with_.get("weights"):
+        yield "algorithm.advantage.kind: gdpo needs the components that it normalises: set with.weights, as {iou: 1.0, format: 0.5}"
+    if kind == "distill" and not (loss.uses_kl and c.reference.path):
+        yield (
+            "algorithm.advantage.kind: distill has the KL to a teacher as its loss: set reference.path to the teacher, "
+            "policy.loss.kl_coef to 1 and policy.loss.kl to k2"
+        )
+    follows = loss.kl_term.unbiased or loss.kl_term.estimator in ("k2", "k3+")
+    if kind == "distill" and (loss.kl_term.where == "reward" or not follows):
+        yield f"policy.loss.kl: {loss.kl} has not the gradient that advantage.kind: distill follows; set k2 or k3+"
+    if kind == "distill" and loss.uses_entropy:
+        yield "policy.loss.entropy_coef is part of the policy gradient, which advantage.kind: distill leaves out; set it to 0"
+    if kind == "distill" and any(getattr(one, "kind", "") == "equal_rewards" for one in c.algorithm.filtering.filters):
+        yield "advantage.kind: distill learns from equal rewards too; set algorithm.filtering.filters to []"
+    most = c.algorithm.target * c.policy.update.epochs / 5
+    if isinstance(loss.kl_coef, AdaptiveKl) and loss.kl_coef.horizon <= most:
+        yield f"policy.loss.kl_coef.horizon: {loss.kl_coef.horizon:g} can take the coefficient to 0 at once; set it above {most:g}"
+    if loss.kl_term.where == "reward" and c.environment.episode.when_full == "forget":
+        yield "policy.loss.kl in the reward needs whole trajectories: set environment.episode.when_full to end, not forget"
+
+
+def _reference_problems(c: RunConfig) -> Any:
+    """What the reference cannot do."""
+    reference, sampling = c.reference, c.rollout.sampling
+    if reference.path and not c.policy.loss.uses_kl:
+        yield "reference.path is of use to the KL term alone: set policy.loss.kl_coef above 0, or leave it out"
+    if reference.refresh_every and reference.path:
+        yield f"reference.refresh_every would replace {reference.path} by the policy: leave it or reference.path out"
+    elif reference.refresh_every and c.reference_kind != "actor":
+        why = "no KL term reads" if c.reference_kind == "none" else "policy.engine.lora leaves the policy without its adapter for"
+        yield f"reference.refresh_every renews copies of the model, and {why} the reference: leave it out"
+    if reference.server and (sampling.temperature != 1 or sampling.min_tokens or sampling.top_p < 1 or sampling.top_k):
+        yield (
+            f"reference.path: {reference.server} gives log-probs of unchanged distributions: set rollout.sampling.temperature and "
+            "top_p to 1, min_tokens to 0 and top_k to null, or name a folder"
+        )
+
+
 def _engine_problems(c: RunConfig) -> Any:
     """What the engine cannot do, or not where it is placed."""
     if c.rollout.deterministic and not c.engine.cohorts:
         yield (f"rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, {c.engine.label} does not")
-    if isinstance(engine := c.rollout.engine, EngineChoice):
-        yield from engine.problems(c.rollout.placement.num_gpus, c.longest)
+    yield from c.engine.problems(c.rollout.placement.num_gpus, c.longest)
 
 
 def _transport_problems(c: RunConfig) -> Any:

@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rayloop.launch.ray_variables import OBJECT_STORE
-from rayloop.run.config import Placement, RunConfig
+from rayloop.run.config import RunConfig
+from rayloop.run.roles import Placement
 from rayloop.transports.settings import CudaIpcTransport, FilesystemTransport
 
 SHARED_MEMORY = Path("/dev/shm")

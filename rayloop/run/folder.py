@@ -120,13 +120,14 @@ FORGETS = "(the oldest images leave the context)"
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """A turn after the prompt, as text, with ``images`` like those of ``RolloutRecord`` and ``Turn.executed``."""
+    """A turn after the prompt, as text, with ``images`` like those of ``RolloutRecord``, ``Turn.executed``, ``Turn.reward``."""
 
     role: str
     text: str
     sampled: bool
     images: tuple[Mapping[str, Any], ...] = ()
     executed: bool | None = None
+    reward: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ def _turn(turn: Turn, trajectory: Trajectory, text: Callable[[TokenIds], str]) -
     if turn.restart:
         return RolloutTurn(turn.role, FORGETS, False)
     images = _entries(turn.images, trajectory)
-    return RolloutTurn(turn.role, text(turn.token_ids), turn.sampled, images, turn.executed)
+    return RolloutTurn(turn.role, text(turn.token_ids), turn.sampled, images, turn.executed, turn.reward)
 
 
 def jsonable(value: Any) -> Any:

@@ -126,11 +126,11 @@ class EvaluationSettings(SettingsModel):
 
     @model_validator(mode="after")
     def _sampled(self) -> EvaluationSettings:
-        if f"{SAMPLING}.temperature" in self.over and self.greedy and not self.samples:
-            raise ValueError(
-                f"over: {SAMPLING}.temperature has no effect on greedy answers, and no others are played: set greedy: false, "
-                "or samples"
-            )
+        for key in (f"{SAMPLING}.{name}" for name in ("temperature", "top_p", "top_k")):
+            if key in self.over and self.greedy and not self.samples:
+                raise ValueError(
+                    f"over: {key} has no effect on greedy answers, and no others are played: set greedy: false, or samples"
+                )
         return self
 
 
@@ -199,7 +199,7 @@ class PreemptionSettings(SettingsModel):
 
 
 EPISODE, STEP = "environment.episode_timeout", "policy.step_timeout"
-SYNC, STALL = "weight_sync.timeout", "recovery.stall_timeout"
+STALL = "recovery.stall_timeout"
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,6 @@ DURATIONS = (
     Duration(EPISODE, "a whole episode", "it hangs: played again; an actor that has not said so 90 s later is replaced", STALL),
     Duration("reward.timeout", "scoring one trajectory, tried twice", "unscored as `timeout`, or the failing value", STALL, 2),
     Duration(STEP, "a trainer's step, a checkpoint, an export", "the ranks are rebuilt from the checkpoint", STALL),
-    Duration(SYNC, "an engine's taking over of weights", "the engine is replaced", STALL),
     Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced"),
     Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),
     Duration(STALL, "nothing having moved at all", "the run ends: some wait has no deadline of its own"),

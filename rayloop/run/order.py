@@ -35,7 +35,7 @@ class Reports(Protocol):
 
 
 def training_rows(config: RunConfig, reporter: Reports) -> Dataset:
-    """``data.train``. Bad rows are quarantined; with ``data.strict`` the first raises DataFailure. ConfigError: there is none."""
+    """``data.train``. Bad rows are quarantined. Raises ConfigError when there is none."""
     return _read(config.data.train, config, reporter)
 
 
@@ -53,7 +53,7 @@ def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
         left_out.append(failure)
         reporter.bad_row(failure)
 
-    dataset = Dataset(path, config.data.reader.build(), config.data.strict, leave_out, config.environment.kinds)
+    dataset = Dataset(path, config.data.reader.build(), False, leave_out, config.environment.kinds)
     if len(left_out) > SHOWN:
         read = len(left_out) + len(dataset)
         why = f"{len(left_out)} of the {read} rows of {path} are left out; quarantine.jsonl of the run lists each with its reason"

@@ -3,8 +3,10 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rayloop.chat.rendering import Renderer
+from rayloop.chat.tokenizer import load_tokenizer, read_json
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_files import HUB_NAME, resolve, unsupported
 from rayloop.engines.settings import VllmEngineSettings
@@ -21,7 +23,7 @@ def preflight(config: RunConfig, *, trains: bool = True, reads: Sequence[str] = 
     """Raises ConfigError that names the key, what is not there, and what to do. ``reads``: the files of ``data`` that are read."""
     if in_job():
         lasting(config)
-    known(config)
+    known(config.model.path, config.model.revision)
     for key, path in ((f"data.{name}", getattr(config.data, name)) for name in reads):
         if path is not None and not Path(path).is_file():
             raise ConfigError(
@@ -36,6 +38,7 @@ def preflight(config: RunConfig, *, trains: bool = True, reads: Sequence[str] = 
 
 
 def _trainable(config: RunConfig) -> None:
+    alike(config)
     if why := config.engine.untrainable():
         raise ConfigError(why)
     if (every := config.evaluation.every) and not config.data.eval:
@@ -46,19 +49,52 @@ def _trainable(config: RunConfig) -> None:
         raise ConfigError(f"checkpoint.resume: {resume} {what}. Name a folder runs/NAME/checkpoints/step_N, or use auto or never")
 
 
-def known(config: RunConfig) -> None:
+def known(model: str, revision: str | None, key: str = "model.path") -> None:
     """Raises ConfigError unless the model is a folder, or one of the Hub that can be had, of a kind that can be trained."""
-    model = config.model.path
     if not Path(model).is_dir() and (Path(model).parent.is_dir() or not HUB_NAME.fullmatch(model)):
         raise ConfigError(
-            f"model.path: {model} is no folder. Make a model with `python -m rayloop sft`, or name a folder in Hugging Face "
+            f"{key}: {model} is no folder. Make a model with `python -m rayloop sft`, or name a folder in Hugging Face "
             "layout or a model of the Hub (owner/name)"
         )
-    file = resolve(model, config.model.revision).folder / "config.json"
+    file = resolve(model, revision, key=key).folder / "config.json"
     described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     text = described.get("text_config") or described
     if why := unsupported(described.get("model_type", ""), "vision_config" in described, text):
-        raise ConfigError(f"model.path: {model}: {why}")
+        raise ConfigError(f"{key}: {model}: {why}")
+
+
+def alike(config: RunConfig) -> None:
+    """Raises ConfigError unless the model of ``reference.path`` has the tokens and the images of the policy's. Of a server the
+    reference actors compare them."""
+    path, model = config.reference.path, config.model
+    if path is None or config.reference.server:
+        return
+    known(path, None, "reference.path")
+    ours, theirs = (resolve(*each).folder for each in ((model.path, model.revision), (path, None)))
+    for what, read in {"tokenizer": _tokens, "cut of images": _cut}.items():
+        mine, other = read(ours), read(theirs)
+        if different := [one for one in sorted({*mine, *other}) if mine.get(one) != other.get(one)]:
+            first = different[0]
+            raise ConfigError(
+                f"reference.path: {path} has another {what} than model.path {model.path}: {first} is {other.get(first)} there and "
+                f"{mine.get(first)} here. Name a model with the same {what}"
+            )
+
+
+def _tokens(folder: Path) -> dict[Any, Any]:
+    """Token -> its text, and whether it is special."""
+    tokenizer = load_tokenizer(folder)
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    return {token: (text, token in special) for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
+
+
+def _cut(folder: Path) -> dict[Any, Any]:
+    """What decides which tokens an image becomes; empty for a text-only model."""
+    config, processor = read_json(folder / "config.json"), read_json(folder / "preprocessor_config.json")
+    if (vision := config.get("vision_config")) is None:
+        return {}
+    keys = {"patch_size": vision, "spatial_merge_size": vision, "temporal_patch_size": vision, "merge_size": processor}
+    return {"image_token_id": config.get("image_token_id"), **{key: where.get(key) for key, where in keys.items()}}
 
 
 def held_in(config: RunConfig) -> str:

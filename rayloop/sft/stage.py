@@ -17,14 +17,17 @@ from typing import Protocol
 from pydantic import Field, model_validator
 
 from rayloop.chat.rendering import Rendered, Renderer
+from rayloop.config.model import Dtype
 from rayloop.config.settings import Component, LocalPath, SettingsModel
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, Message, Sampling, Task, TokenIds, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import EndReason, Message, Sampling, Streams, Task, TokenIds, Trajectory, TrajectoryId, Turn, Version
 from rayloop.data.dataset import Dataset
-from rayloop.engines.settings import Dtype, FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.run.config import DataSettings, Placement
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.run.config import DataSettings
+from rayloop.run.roles import Placement
 
 START = Version(0, 0)
+SUPERVISED = Streams(rl=0.0, ref_kl=0.0, ce=1.0)
 ASSISTANT = "assistant"
 
 
@@ -125,7 +128,7 @@ class Examples:
             else:
                 show("observation", self.renderer.observation(list(messages), said))
         trajectory = Trajectory(TrajectoryId(0, 0), 0, task.id, 0, tuple(turns), self.sampling, EndReason.DONE, image_bytes=images)
-        return TrainItem(trajectory, advantage=1.0)
+        return TrainItem(trajectory, advantage=0.0, streams=SUPERVISED)
 
 
 def _messages(answer: str | Sequence[Message]) -> Sequence[Message]:
@@ -142,7 +145,7 @@ def make_tiny(config: SftConfig) -> None:
         return
     from rayloop.engines.tiny_vlm import write_tiny_vlm
 
-    dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None)
+    dataset = Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None)
     answers: Answers = config.answers.build()
     rng = random.Random(config.seed)
     texts = [text for task in dataset for text in _texts((*task.messages, *_messages(answers.answer(task, rng))))]

@@ -60,8 +60,8 @@ class Rollouts(Protocol):
         """Engines that start from now on load this. Call it before the first ``load`` of a version."""
 
     async def load(self, update: WeightUpdate[Any]) -> None:
-        """Every engine in service loads it within ``weight_sync.timeout``. An engine that is lost meanwhile is replaced. Raises the
-        first failure (WeightSyncError, BroadcastFailed) after all have ended."""
+        """Every engine in service loads it within a sixth of ``policy.step_timeout``. An engine that is lost meanwhile is replaced.
+        Raises the first failure (WeightSyncError, BroadcastFailed) after all have ended."""
 
     def fell_back(self, version: Version, error: Exception) -> None:
         """Emits an event: the transport failed for this version, and a slower way follows."""

@@ -57,8 +57,8 @@ class BroadcastTransport(TransportChoice):
     """Tensors travel together in buckets of this size, which sender and receivers hold once more; a larger tensor has one of its
     own. Smaller buckets cost a round trip each."""
     share: ClassVar[float] = 0.2
-    """Of ``weight_sync.timeout``: how long a member waits for the others, to meet and for each bucket, before the broadcast fails
-    and the object store's copy is loaded."""
+    """Of the time for a weight sync: how long a member waits for the others, to meet and for each bucket, before the broadcast
+    fails and the object store's copy is loaded."""
 
     _timeout: float = PrivateAttr(120.0)
 

@@ -19,10 +19,11 @@ from rayloop.judge.cache import VerdictCache
 from rayloop.judge.discovery import read_key
 from rayloop.judge.grader import Grader
 from rayloop.judge.rubric import FOLDER, load_rubrics
+from rayloop.serve_apps.deployment import deployed
 from rayloop.serve_apps.judge.openai_model import CompletionModel, OpenAIModel
 from rayloop.serve_apps.judge.service import JudgeService
 from rayloop.serve_apps.settings import JudgeSettings, OpenAIBackendSettings, RuleBackendSettings, VllmBackendSettings
-from rayloop.serve_apps.web import KEY, RETRY_AFTER, ImagePart, TextPart, application, deployed, documented, problem
+from rayloop.web import KEY, RETRY_AFTER, ImagePart, TextPart, application, documented, problem
 
 
 class Judge:

@@ -19,7 +19,7 @@ from rayloop.judge.prompt import IMAGES
 from rayloop.judge.rubric import CANARY_IMAGE, canary
 from rayloop.serve_apps.judge.openai_model import ChatAnswer, CompletionModel
 from rayloop.serve_apps.settings import JudgeSettings
-from rayloop.serve_apps.web import RequestMetrics
+from rayloop.web import RequestMetrics
 
 T = TypeVar("T")
 

@@ -185,7 +185,7 @@ def test_a_broken_held_out_row_says_nothing_about_the_training_task_of_its_id(wo
 
         return behave
 
-    made = world(broken, environment={"actors": 2}, data__strict=True)
+    made = world(broken, environment={"actors": 2})
 
     async def evaluated() -> list[Item]:
         player = await made.player()

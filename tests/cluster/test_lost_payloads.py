@@ -27,7 +27,7 @@ from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.deadlines import WAITS
 from rayloop.core.failures import CheckpointError, WorkerLost
-from rayloop.core.groups import Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Credit, Group, Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
@@ -98,7 +98,7 @@ class Stage:
                 observation_images=0, images_consistent=True, first_version=Version(1, 0), last_version=Version(1, 0),
             )  # fmt: skip
             ref = ray.get(self._holder.put.remote(payload))[0] if id in lost else ray.put(payload)
-            members.append(Member(summary, Scored(float(sample)), ref, advantage=sample - 1.5))
+            members.append(Member(summary, Scored(float(sample)), ref, credit=Credit(sample - 1.5)))
         return Group(number, Task("t", ()), tuple(members), mean=1.5, std=1.3)
 
     async def capture(self) -> Any:
@@ -256,7 +256,7 @@ def test_what_a_run_without_a_reference_left_ready_is_annotated_when_it_goes_on_
         def within(self, deadline: float, attempts: int) -> Reference:
             return self
 
-        async def split(self, returns: int, method: Any, payloads: list[Any]) -> tuple[list[int], list[Any]]:
+        async def split(self, returns: int, method: Any, payloads: list[Any], folder: str | None) -> tuple[list[int], list[Any]]:
             asked.append(len(payloads))
             assert (method, returns) == (ReferenceActor.annotate, 1 + len(payloads))
             return [0] if len(asked) == 1 else [], [ray.put("log-probs") for _ in payloads]

@@ -245,18 +245,6 @@ def test_the_best_weights_need_held_out_rows_and_snapshots(tmp_path: Path, lacks
         SftConfig.model_validate(settings)
 
 
-@pytest.mark.slow_faults
-def test_a_bad_row_ends_a_strict_stage_at_once(folder: Path, digits_model: Path) -> None:
-    rows = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    bad = folder / "bad.jsonl"
-    bad.write_text("".join(rows[:4]) + "no JSON\n", encoding="utf-8")
-    settings = config(folder, digits_model, "bad", workers=2)
-    settings["data"] |= {"train": str(bad), "strict": True}
-    stage = ended(settings, code=1)
-    assert f"rayloop: DataFailure: {bad}:5" in stage.text
-    assert "A worker died" not in stage.text
-
-
 def test_a_machine_with_other_memory_may_continue_a_stage(tmp_path: Path) -> None:
     given = SftConfig.model_validate(config(tmp_path, tmp_path, "out"))
     of = [

@@ -78,6 +78,20 @@ def test_pictures_in_two_turns_on_two_ranks(tmp_path: Path, picture_model: Path)
 
 
 @pytest.mark.slow_faults
+def test_top_p_with_a_reference_and_weights_that_are_a_step_old(tmp_path: Path, digits_model: Path) -> None:
+    config = settings(
+        tmp_path, digits_model, steps=4, rollout__sampling={"max_tokens": 30, "min_tokens": 30, "top_p": 0.8},
+        policy__loss={"kl_coef": 0.05}, weight_sync__logprob_check="self_test", reward__source__with={"seconds": 0.2},
+        algorithm__staleness={"max_staleness": 1},
+    )  # fmt: skip
+    made = trained(config)
+    assert {test["group"] for test in made.named("self_test", step=0)} == {"embedding", "language"}
+    assert all(record.get("actor/logprob_mismatch_mean/lag_0", 0.0) < 1e-5 for record in made.metrics)
+    assert made.metrics[0]["actor/kl"] < 1e-8 < made.metrics[1]["actor/kl"], "the reference is over the kept tokens too"
+    assert 1 in set().union(*(lags(record) for record in made.metrics))
+
+
+@pytest.mark.slow_faults
 def test_replay_and_partial_groups_when_deterministic(tmp_path: Path, digits_model: Path) -> None:
     config = settings(
         tmp_path, digits_model, steps=STEPS, rollout__deterministic=True,

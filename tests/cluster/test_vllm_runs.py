@@ -76,6 +76,19 @@ def test_three_steps_on_text_with_engines_of_two_processes(tmp_path: Path, digit
     assert all("rollout/in_flight_limit" not in record for record in made.metrics)
 
 
+def test_three_steps_with_top_p_agree_with_the_trainer(tmp_path: Path, digits_model: Path) -> None:
+    """Over all tokens the mismatch would be the logarithm of the kept probability."""
+    config = text(tmp_path, digits_model, rollout__sampling={"max_tokens": 8, "top_p": 0.8}, policy__loss={"kl_coef": 0.05})
+    made = finished(config)
+    healthy(made, {"embedding", "language"})
+    for record in made.metrics:
+        names = ("logprob_mismatch_mean", "logprob_mismatch_max", "ratio_max", "effective_sample_size", "kl")
+        print(record["step"], {name: record[f"actor/{name}"] for name in names})
+        assert record["actor/logprob_mismatch_max"] < 1e-4
+        assert record["actor/ratio_max"] == pytest.approx(1.0, abs=1e-6)
+    assert made.metrics[0]["actor/kl"] < 1e-8, "the reference is over the kept tokens too"
+
+
 def test_three_steps_on_pages_whose_greedy_answers_are_those_of_transformers(tmp_path: Path) -> None:
     made = finished(pages(tmp_path, VLLM, 3))
     healthy(made, {"embedding", "language", "merger", "vision"})

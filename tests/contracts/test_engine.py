@@ -31,7 +31,7 @@ from rayloop.engines.models import hf_state, load_model, save_model
 from rayloop.engines.settings import EnginePlace, ModelSettings, OwnEngine, build_engine
 from rayloop.run.config import RolloutSettings, RunConfig
 from rayloop.transports.manifest import manifest
-from tests.engines.prompts import full_logprobs, hf_greedy, image, prompt, special, vision_tokens
+from tests.engines.prompts import distributions, full_logprobs, hf_greedy, image, prompt, special, vision_tokens
 from tests.support.pages import write_snippets
 from tests.support.runs import settings
 
@@ -199,6 +199,42 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(pictures: Served, t
     assert all(3 <= len(one.token_ids) == len(one.logprobs) <= 10 for one in done)
     for request, one in zip(requests, done, strict=True):
         close(pictures.folder, request, one, sampling)
+
+
+@pytest.mark.parametrize(
+    "truncation", [{"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.5, "top_k": 20, "temperature": 0.7}, {"top_p": 1e-6}], ids=str
+)
+def test_a_turn_comes_with_the_tokens_that_top_p_and_top_k_kept(text: Served, truncation: dict[str, Any]) -> None:
+    """The likeliest, as few as reach ``top_p`` among the ``top_k``; the log-probs are over them."""
+    banned = vision_tokens(text.folder)
+    sampling = Sampling(**{"max_tokens": 10, "banned_tokens": banned, **truncation})
+    requests = [dataclasses.replace(request, seed=seed) for seed, request in enumerate(questions(text.folder)[:6])]
+    for request, done in zip(requests, text.many(*((request, sampling) for request in requests)), strict=True):
+        assert done.kept is not None
+        every = distributions(text.folder, request, done.token_ids, sampling)
+        for row, kept, token, logprob in zip(every, done.kept.padded().tolist(), done.token_ids, done.logprobs, strict=True):
+            left = sorted({*kept}, key=lambda one: float(row[one]))
+            assert token in left
+            assert not {*left} & {*banned}
+            assert abs(float(row[token] - row[left].logsumexp(0)) - logprob) < 1e-5
+            most = sampling.most_kept or 0
+            likeliest = row.topk(most).values
+            shares = (row[left] - likeliest.logsumexp(0)).exp()
+            assert len(left) <= most
+            assert float(row[left[0]]) >= float(likeliest[len(left) - 1]) - 1e-5, "the likeliest are kept"
+            assert float(shares.sum()) > sampling.top_p - 1e-5
+            assert float(shares[1:].sum()) < sampling.top_p + 1e-5, "without the least likely one they do not reach it"
+
+
+def test_neighbours_that_keep_all_tokens_and_greedy_ones_are_not_truncated(text: Served) -> None:
+    base = prompt(text.folder, "The answer is")
+    samplings = [Sampling(0.0, 6, top_p=0.5, top_k=3), Sampling(max_tokens=6), Sampling(max_tokens=6, top_p=0.5)]
+    *whole, truncated = text.many(*((base, sampling) for sampling in samplings))
+    for sampling, done in zip(samplings, whole, strict=False):
+        assert done.kept is None
+        close(text.folder, base, done, sampling)
+    assert list(whole[0].token_ids) == hf_greedy(text.folder, base, 6)
+    assert truncated.kept is not None
 
 
 def test_requests_with_different_sampling_do_not_disturb_each_other(text: Served) -> None:

@@ -125,6 +125,7 @@ class Case:
 SAID = [f"{THOUGHT}{answer}</answer>" for answer in "34"]
 EMBEDDED = {"embedder": {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}}
 HERE = __name__
+SHAPED = {"source": {"use": "rayloop.rewards.environment_result:EnvironmentResult"}, "max_tokens": 64, "overlong": 16}
 CASES = [
     Case("rayloop.recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
     Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX),
@@ -143,6 +144,7 @@ CASES = [
     Case("rayloop.recipes.arpo.reward:ArpoReward", 1.0, 0.25, options=ORIGINAL),
     Case("rayloop.recipes.digits.data:SortReward", "1 2 3", "9 9 9", [1, 2, 3]),
     Case("rayloop.rewards.environment_result:EnvironmentResult", 1.0, 0.25),
+    Case("rayloop.rewards.shaped:ShapedReward", 1.0, 0.25, options=SHAPED),
     Case("rayloop.judge.reward:JudgeReward", "<answer>red</answer>", "<answer>tan</answer>", "red", options={"rules_first": False}),
     *(Case(f"{HERE}:{name}{later}") for name in ("own", "trl", "verl") for later in ("", "_later")),
     *(Case(f"{HERE}:{name}", per="group") for name in ("own_group", "own_group_later", "trl", "trl_later")),

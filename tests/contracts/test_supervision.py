@@ -298,18 +298,6 @@ CASES = [
         homes=SPREAD,
     ),
     case(
-        "bad data with data.strict",
-        Fault("episode", "bad data", tasks=BAD),
-        code=1,
-        counts={"trained": 8},
-        events={"episode_failed": 4},
-        quarantined=BAD,
-        tries=1,
-        why="/data/x.png: cannot identify image file",
-        step=1,
-        data__strict=True,
-    ),
-    case(
         "the environment never works",
         Fault("episode", "environment raised"),
         code=1,

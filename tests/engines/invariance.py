@@ -18,7 +18,7 @@ from rayloop.core.protocols import TrainItem
 from rayloop.engines.settings import FsdpSettings, OptimizerSettings
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 from rayloop.grpo.balance import MemberLength, shares
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.losses.settings import PpoLoss
 from tests.engines.training import SMALL, VERSION, Sgd, engine, mixed_items, run_ranks
 
 STEPS = 3
@@ -31,7 +31,7 @@ class Damped(OptimizerSettings):
 
 
 OPTIMIZERS = {"sgd": Sgd(lr=0.1), "adamw": Damped(lr=1e-3, weight_decay=0.01)}
-LOSSES = {"sgd": LossSettings(kl_coef=0.05, entropy_coef=0.01), "adamw": LossSettings(aggregation="seq-mean-token-mean")}
+LOSSES = {"sgd": PpoLoss(kl_coef=0.05, entropy_coef=0.01), "adamw": PpoLoss(aggregation="seq-mean-token-mean")}
 LAYOUTS = {
     "one micro-batch": FsdpSettings(),
     "three micro-batches": FsdpSettings(micro_batch_tokens=35),

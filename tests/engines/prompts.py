@@ -80,6 +80,11 @@ def hf_greedy(folder: Path, request: TokenPrompt, n: int, banned: tuple[int, ...
 
 def full_logprobs(folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sampling: Sampling) -> Tensor:
     """Log-probs [N] of ``sampled`` from one forward of the whole sequence, by the model's own position ids."""
+    return distributions(folder, prompt, sampled, sampling).gather(1, torch.tensor(sampled)[:, None])[:, 0]
+
+
+def distributions(folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sampling: Sampling) -> Tensor:
+    """Log-probs [N, V] at the positions of ``sampled``, before ``top_p`` and ``top_k``."""
     settings = ModelSettings(path=str(folder))
     model = load_model(settings)
     vision = load_vision(settings, model.config)
@@ -92,5 +97,4 @@ def full_logprobs(folder: Path, prompt: TokenPrompt, sampled: Sequence[int], sam
         logits = model(**inputs).logits[0, len(prompt.token_ids) - 1 : -1].float()
     logits[:, list(sampling.banned_tokens)] = -torch.inf
     logits[: sampling.min_tokens, list(sampling.end_tokens)] = -torch.inf
-    scaled = torch.log_softmax(logits / (sampling.temperature or 1.0), -1)
-    return scaled.gather(1, torch.tensor(sampled)[:, None])[:, 0]
+    return torch.log_softmax(logits / (sampling.temperature or 1.0), -1)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rayloop.chat.rendering import Renderer
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import FinishReason, ImageSource, Message, Sampling, TokenPrompt, Version
-from rayloop.engines.generation import openai_http
+from rayloop.engines.generation import openai_requests
 from rayloop.engines.generation.openai_http import OpenAiHttpEngine
 from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
@@ -43,7 +43,7 @@ def client(server: Server, model: Path, folder: Path, **changes: Any) -> OpenAiH
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_http, "ATTEMPTS", 2)
+    monkeypatch.setattr(openai_requests, "ATTEMPTS", 2)
 
 
 def run(play: Callable[[], Awaitable[Any]]) -> Any:
@@ -229,7 +229,7 @@ def test_groups_are_spread_over_servers_and_each_stays_on_one(
 def test_a_server_that_refuses_is_passed_over(
     server: Server, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(openai_http, "ATTEMPTS", 1)
+    monkeypatch.setattr(openai_requests, "ATTEMPTS", 1)
 
     async def play() -> None:
         alive = client(server, tiny_text, tmp_path, base_url=[NOWHERE, f"{server.url}/v1"])

@@ -18,12 +18,17 @@ import httpx
 import pytest
 import torch
 
+from rayloop.core.failures import ConfigError
 from rayloop.core.types import FinishReason, Sampling, Version
 from rayloop.engines.generation.openai_http import OpenAiHttpEngine
+from rayloop.engines.generation.openai_scorer import OpenAiScorer
 from rayloop.engines.models import hf_state, load_model
-from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
+from rayloop.engines.settings import EnginePlace, FsdpSettings, ModelSettings, OpenAiHttpEngineSettings
+from rayloop.engines.tiny_vlm import write_tiny_vlm
+from rayloop.engines.training.scorer import FrozenScorer
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine, full_logprobs, prompt, special
+from tests.engines.training import trajectory
 
 pytestmark = [
     pytest.mark.vllm,
@@ -71,6 +76,24 @@ def _started(url: str, server: subprocess.Popen[bytes], log: Path) -> str:
         except httpx.TransportError:
             time.sleep(0.5)
     raise AssertionError(log.read_text(encoding="utf-8")[-2000:])
+
+
+def test_the_logprobs_of_a_served_reference_are_those_of_a_held_one(url: str, tiny_text: Path, tmp_path: Path) -> None:
+    model = ModelSettings(path=str(tiny_text))
+    turns = [[(5, None, 3)], [(20, None, 11), (6, None, 2)], [(90, None, 300)]]
+    played = [trajectory(tiny_text, number, each, Sampling()) for number, each in enumerate(turns)]
+    served = OpenAiScorer(model, f"{url}/v1/").logprobs(played)
+    held = FrozenScorer(model, FsdpSettings()).logprobs(played)
+    assert [len(each) for each in served] == [3, 13, 300]
+    assert max(float(abs(a - b).max()) for a, b in zip(served, held, strict=True)) < 1e-3
+
+    with pytest.raises(ConfigError, match=r"^reference\.path: .*/v1/completions.*HTTP 400.*512"):
+        OpenAiScorer(model, f"{url}/v1").logprobs([trajectory(tiny_text, 0, [(90, None, 500)])])
+    other = write_tiny_vlm(tmp_path / "other", ["another text"] * 50, vision=False, hidden=64, heads=2, layers=1, vocabulary=320)
+    with pytest.raises(
+        ConfigError, match=r"^reference\.path: .* has another tokenizer than model\.path .*other: of one text a token is"
+    ):
+        OpenAiScorer(ModelSettings(path=str(other)), f"{url}/v1")
 
 
 def test_tokens_logprobs_and_weights_are_ours(url: str, tiny_text: Path, tmp_path: Path) -> None:

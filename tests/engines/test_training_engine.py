@@ -24,7 +24,7 @@ from rayloop.engines.settings import FsdpSettings, LoraSettings, ModelSettings, 
 from rayloop.engines.training import optimizer, state
 from rayloop.engines.training.optimizer import learning_rate
 from rayloop.engines.training.scorer import FrozenScorer
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.losses.settings import PpoLoss
 from tests.engines.prompts import engine as generation
 from tests.engines.prompts import image, prompt, vision_tokens
 from tests.engines.training import VERSION, Sgd, engine, mixed_items, trajectory
@@ -90,7 +90,7 @@ def test_an_update_raises_the_probability_of_what_was_good(tiny_vlm: Path) -> No
 
 def test_the_loss_is_the_textbook_one(tiny_vlm: Path) -> None:
     items = [dataclasses.replace(item, reference=None) for item in mixed_items(tiny_vlm)]
-    with engine(tiny_vlm, optimizer=SGD, loss=LossSettings(correction="none")) as trainer:
+    with engine(tiny_vlm, optimizer=SGD, loss=PpoLoss(correction="none")) as trainer:
         report = trainer.train([items])
     tokens = [int(item.trajectory.flatten().loss_mask.sum()) for item in items]
     expected = -sum(n * item.advantage for n, item in zip(tokens, items, strict=True)) / sum(tokens)
@@ -131,7 +131,7 @@ def test_advantage_zero_is_skipped_but_counted(tiny_vlm: Path) -> None:
     silent = [dataclasses.replace(item, advantage=0.0) for item in items[:2]]
     with engine(tiny_vlm, optimizer=SGD) as trainer:
         skipped = trainer.train([[*silent, *items[2:]]])
-    with engine(tiny_vlm, optimizer=SGD, loss=LossSettings(entropy_coef=1e-12)) as trainer:
+    with engine(tiny_vlm, optimizer=SGD, loss=PpoLoss(entropy_coef=1e-12)) as trainer:
         forwarded = trainer.train([[*silent, *items[2:]]])
     with engine(tiny_vlm, optimizer=SGD) as trainer:
         without = trainer.train([items[2:]])
@@ -139,6 +139,16 @@ def test_advantage_zero_is_skipped_but_counted(tiny_vlm: Path) -> None:
     ratio = without["actor/tokens"] / skipped["actor/tokens"]
     assert skipped["actor/grad_norm"] == pytest.approx(without["actor/grad_norm"] * ratio, rel=1e-5)
     assert skipped["actor/entropy"] == pytest.approx(without["actor/entropy"]) != forwarded["actor/entropy"]
+    assert skipped["actor/computed_tokens"] == without["actor/computed_tokens"] < skipped["actor/tokens"]
+    assert forwarded["actor/computed_tokens"] == forwarded["actor/tokens"] == skipped["actor/tokens"]
+
+
+def test_a_step_without_any_gradient_has_no_means_of_tokens(tiny_text: Path) -> None:
+    items = [TrainItem(trajectory(tiny_text, 1, [(5, None, 6)]), 0.0)]
+    with engine(tiny_text, optimizer=SGD) as trainer:
+        report = trainer.train([items])
+    assert (report["actor/computed_tokens"], report["actor/tokens"], report["actor/tokens_per_second"]) == (0, 6, 0)
+    assert not {"actor/entropy", "actor/clip_high", "actor/logprob_mismatch_mean"} & set(report)
 
 
 def test_the_gradient_is_clipped(tiny_text: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from rayloop.core.failures import ConfigError, OverLongPrompt, WorkerLost
 from rayloop.core.types import Sampling, TokenPrompt
+from rayloop.engines.generation.vllm import _parameters
 from rayloop.engines.generation.vllm_process import common_arguments
 from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
 from tests.contracts.test_engine import ENGINES, GREEDY, Served
@@ -65,6 +66,14 @@ def test_an_installation_that_does_not_fit_is_one_line(
     with pytest.raises(ConfigError, match=found or "needs vLLM") as raised:
         VllmEngine(ModelSettings(path=str(tiny_text)), VllmEngineSettings(), EnginePlace(scratch=lambda: str(tmp_path)))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.vllm
+def test_with_its_own_mask_vllm_wants_a_temperature_and_a_top_k_of_every_request() -> None:
+    asked = [_parameters(TokenPrompt((1,)), s, 320, True) for s in (GREEDY, Sampling(0.7), Sampling(top_p=0.8))]
+    assert [(one.temperature, one.top_p, one.top_k, one.logprobs) for one in asked] == [
+        (1.0, 1.0, 1, 0), (0.7, 1.0, 320, 0), (1.0, 0.8, 128, 0),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ["dtype", "logprobs_mode", "override_generation_config"])

@@ -18,7 +18,7 @@ from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, ImageRef, Sampling, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training.fsdp import FsdpEngine
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.losses.settings import LossSettings, PpoLoss
 from tests.engines.prompts import image
 
 
@@ -112,7 +112,7 @@ def engine(
         ModelSettings(path=str(folder)),
         settings or FsdpSettings(),
         optimizer or OptimizerSettings(lr=1e-2),
-        loss or LossSettings(),
+        loss or PpoLoss(),
         rank=rank,
         world_size=world_size,
         init_method=torch.distributed.HashStore() if meeting is None else meeting.as_uri(),

@@ -69,6 +69,7 @@ def test_texts_are_actions_and_a_text_that_is_none_gets_a_reason() -> None:
     steps = [made.step(f"I take {action}") for action in (2, 2, 1, 1, 1, 2)]
     assert [step.done for step in steps] == [False] * 5 + [True]
     assert steps[-1].info == {"truncated": False}
+    assert [refused.reward, *(step.reward for step in steps)] == [0.0] * 6 + [1.0]
     assert made.evaluate() == 1.0, "the goal was reached"
     made.close()
 
@@ -173,6 +174,7 @@ def test_a_session_is_an_episode() -> None:
         steps = [made.step(f'I say {{"by": {by}}}') for by in (1, 2)]
         assert [shown(step)[0] for step in steps] == ["the count is 1", "the count is 3"]
         assert [step.done for step in steps] == [False, True]
+        assert [refused.reward, *(step.reward for step in steps)] == [0.0, 0.0, 1.0]
         assert made.evaluate() == 1.0
         made.close()
         eventually(lambda: counter.closed == 1, "the session is closed", 5)

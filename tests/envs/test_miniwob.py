@@ -7,15 +7,21 @@ import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from rayloop.chat.rendering import Renderer
+from rayloop.config.model import ModelSettings
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation
 from rayloop.core.types import Message, Task
+from rayloop.engines.tiny_vlm import write_tiny_vlm
 from tests.envs.programs import needs
+from tests.unit.conftest import SMALL, SMALL_VISION, TEXTS
+from tests.unit.envs.test_episode import END, request, run
 
 pytest.importorskip("playwright", reason="make test-env installs playwright")
 
@@ -87,6 +93,24 @@ def test_equal_seeds_look_equal_and_others_do_not() -> None:
             seen.setdefault(seed, set()).add((shown(first)[0], pixels(first)))
     assert len(seen[1]) == 1
     assert seen[1].isdisjoint(seen[2])
+
+
+def test_the_members_of_a_group_begin_in_one_state_and_equal_actions_keep_it(tmp_path: Path) -> None:
+    renderer = Renderer(ModelSettings(path=str(write_tiny_vlm(tmp_path, TEXTS, **SMALL, **SMALL_VISION))))
+    with playing("click-checkboxes") as (environment, _):
+        x, y = centre(environment, "input")
+    look, click = "Action: wait()", f"Action: click(start_box='({x},{y})')"
+
+    def states(act: str, seed: int) -> tuple[str, ...]:
+        said, asked = [(act, END), (look, END)], request(task("click-checkboxes", seed), max_tokens=200)
+        limits = {"max_turns": 2, "max_tokens": 5000, "reset_timeout": 60, "step_timeout": 60}
+        return run(renderer, MiniWob(MiniWob.Settings()), said, asked, **limits)[0].states
+
+    first, again, other, elsewhere = states(click, 1), states(click, 1), states(look, 1), states(click, 2)
+    assert first == again
+    assert len(set(first)) == 2
+    assert other[0] == first[0] != elsewhere[0]
+    assert other[1] != first[1]
 
 
 def test_a_text_that_is_no_action_is_answered_with_the_reason() -> None:

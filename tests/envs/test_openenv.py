@@ -53,9 +53,9 @@ def test_an_episode_has_pictures_refusals_and_a_result(url: str) -> None:
     for wrong in ("no json", '{"wrong": 1}'):
         refused = made.step(wrong)
         assert (refused.done, bool(refused.error)) == (False, True)
-    assert not made.step('{"by": 1}').done
+    assert made.step('{"by": 1}').reward == 0.0
     last = made.step('I say {"by": 2}')
-    assert last.done
+    assert (last.done, last.reward) == (True, 1.0)
     assert last.observation is not None
     assert "the count is 3" in str(last.observation.messages[-1].parts)
     assert made.evaluate() == 1.0

@@ -114,16 +114,6 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
 
 
 @pytest.mark.slow_faults
-def test_strict_data_stops_the_run_at_the_bad_image(tmp_path: Path, grounding_model: Path) -> None:
-    missing = str(tmp_path / "missing.png")
-    made = finished(grounding(tmp_path, grounding_model, [row("missing", missing)], data__strict=True), code=1)
-    assert f"{missing}: cannot be read" in made.text
-    [failed] = made.named("failed")
-    assert failed["error"] == "DataFailure"
-    assert made.metrics == []
-
-
-@pytest.mark.slow_faults
 def test_a_grader_that_always_raises_stops_the_run_with_its_traceback(tmp_path: Path, digits_model: Path) -> None:
     made = finished(settings(tmp_path, digits_model, reward__source__with={"faults": {"*": "raise"}}), code=1)
     assert "GraderBroken: the reward tests.support.rewards:TokenReward raised on each of the 4 trajectories" in made.text

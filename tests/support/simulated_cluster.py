@@ -251,7 +251,7 @@ class Actor:
     def do_describe(self, group: Any, *payloads: Trajectory) -> tuple[list[Any], dict[str, bytes]]:
         return [], {}
 
-    def do_annotate(self, payloads: Sequence[Object]) -> tuple[Any, ...]:
+    def do_annotate(self, payloads: Sequence[Object], folder: str | None = None) -> tuple[Any, ...]:
         return [i for i, one in enumerate(payloads) if one.lost], *(None if one.lost else [0.0, 0.0] for one in payloads)
 
     # Ranks ---------------------------------------------------------------------------------------------------------

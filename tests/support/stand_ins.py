@@ -23,7 +23,7 @@ from rayloop.core.failures import Cause, DataFailure, Failure, Scope
 from rayloop.core.groups import Group, Scored, Unscored
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import EndReason, RolloutRequest, Summary, TrajectoryId, Version
-from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.manager import RolloutManager
@@ -161,7 +161,7 @@ class World:
 
     async def finish(self, group: Group) -> Group:
         group = self.rollouts.finished.replay(group, self.version.step)
-        group = with_advantages(group, self.config.algorithm.advantage.rules)
+        group = with_advantages(group, build_advantage(self.config.algorithm.advantage))
         return apply_filters(group, build_filters(self.config.algorithm.filtering.filters))
 
     def run(self, steps: int) -> None:

@@ -46,7 +46,7 @@ CAUSES: Mapping[str, Callable[[], Exception]] = MappingProxyType(
     }
 )
 """What code of ours raises in an actor."""
-KEYS = {"publish__timeout": "weight_sync__timeout", "environment__episodes_per_call": "environment__episodes_at_once"}
+KEYS = {"environment__episodes_per_call": "environment__episodes_at_once"}
 DERIVED = {"policy_restarts": 6, "health_every": 5.0, "stall_report": 30.0}
 """Of ``recovery``, with the values that the cases leave out."""
 
@@ -57,6 +57,7 @@ def configured(values: Mapping[str, Any], patch: pytest.MonkeyPatch) -> dict[str
     for name, default in DERIVED.items():
         patch.setattr(RecoverySettings, name, given.pop(f"recovery__{name}", default))
     patch.setattr(weight_sync, "PROBES", 1)
+    patch.setattr(RunConfig, "sync_timeout", given.pop("publish__timeout"))
     given.pop("environment__episode__request_timeout", None)
     if given.pop("data__shuffle", True) is False:
         given["data__order"] = "file"

@@ -114,10 +114,10 @@ class Stage:
     """The publisher of a run with a policy rank and ``size`` rollout actors, each with ``gpus``."""
 
     def __init__(self, folder: Path, size: int, chosen: Any, *, gpus: float = 0.0, timeout: float = 600.0) -> None:
-        weight_sync = {"transport": chosen, "timeout": timeout}
         placed = {role: {"num_gpus": gpus, "num_cpus": 0} for role in ("policy", "rollout")} if gpus else {}
         changes = {f"{role}__placement": placement for role, placement in placed.items()}
-        c = self.config = RunConfig.model_validate(settings(folder, folder, weight_sync=weight_sync, **changes))
+        changes |= {"weight_sync": {"transport": chosen}, "policy__step_timeout": 6 * timeout}
+        c = self.config = RunConfig.model_validate(settings(folder, folder, **changes))
         self.events: list[dict[str, Any]] = []
         where = str(folder / "weights")
         sending, receiving = (ray.remote(num_cpus=0, num_gpus=gpus, concurrency_groups=GROUPS)(cls) for cls in (Sending, Receiving))

@@ -23,10 +23,12 @@ from rayloop.grpo.filters import (
     PositiveNegativeAdvantage,
     ToolImage,
 )
-from rayloop.grpo.loss import Denominator, policy_loss, token_weights
+from rayloop.grpo.losses.policy import Denominator, token_weights
+from rayloop.grpo.losses.settings import LossSettings, PpoLoss
 from rayloop.grpo.replay import ReplayBuffer, ReplayRules
 from rayloop.grpo.selection import apply_filters, select
-from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, LossSettings, ReplaySettings
+from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, ReplaySettings
+from tests.support.losses import policy_loss
 from tests.unit.groups import make_group, make_member
 from tests.vector_rules.advantages import NUMBER, blocks_of, group_advantage, number
 from tests.vector_rules.entries import Deviation, Entry, Rule, Unknown, refusals
@@ -190,7 +192,7 @@ def _aggregation(name: str, row_length: int) -> LossSettings:
     if not found:
         raise Unknown("the name gives no aggregation")
     mode = found[0]
-    return LossSettings(aggregation=mode, norm_length=row_length if mode.endswith("norm") else None)
+    return PpoLoss.model_validate({"aggregation": row_length if mode.endswith("norm") else mode})
 
 
 def _rows(values: Any, mask: Any | None, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,7 +256,7 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
     options |= {option: value for option, value in entry.inputs.items() if option in options}
     table, where = _rows(entry.need("ratios"), entry.inputs.get("mask"), torch.float32)
     advantage = _per_token(entry.need("advantage"), table)[where]
-    settings = LossSettings.model_validate(_aggregation(name, table.shape[1]).model_dump() | options | {"correction": "none"})
+    settings = PpoLoss.model_validate(_aggregation(name, table.shape[1]).model_dump() | options | {"correction": "none"})
     current = table[where].log()
     old = torch.zeros_like(current)
     with refusals():
@@ -272,14 +274,14 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
     }
 
 
-LOW_VAR_KL = LossSettings(kl_coef=1.0, kl_cap=10.0)
-NOT_CAPPED = "the estimate of one token is bounded by its log-ratio alone, ±10; kl_cap: 10 gives verl's bounds"
+LOW_VAR_KL = PpoLoss(kl_coef=1.0, kl="low_var_kl")
+NOT_CAPPED = "the estimate of one token is bounded by its log-ratio alone, ±10; kl: low_var_kl gives verl's bounds"
 
 
 def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:
     entry.only("logp", "ref_logp")
     current, reference = (torch.tensor(entry.need(name), dtype=torch.float64) for name in ("logp", "ref_logp"))
-    default = _kl_term(current, reference, LossSettings(kl_coef=1.0)).tolist()
+    default = _kl_term(current, reference, PpoLoss(kl_coef=1.0)).tolist()
     original = _kl_term(current, reference, LOW_VAR_KL).tolist()
     d = reference - current
     bounded = d.clamp(-10, 10)

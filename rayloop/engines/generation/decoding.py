@@ -15,9 +15,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from rayloop.core.failures import DataFailure
+from rayloop.core.kept import Kept
 from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
 from rayloop.engines.attention import use_grouped_decoding
-from rayloop.engines.generation.sampler import Sampler, StopStrings, uniforms
+from rayloop.engines.generation.sampler import Sampler, StopStrings, packed, uniforms
 from rayloop.engines.models import POOLED_MODELS, Vision, positions, tensor_cache
 
 
@@ -38,7 +39,7 @@ class DecodeRequest:
 
     prompt: TokenPrompt
     sampling: Sampling
-    finish: Callable[[TokenIds, tuple[float, ...], FinishReason], None]
+    finish: Callable[[TokenIds, tuple[float, ...], FinishReason, Kept | None], None]
     fail: Callable[[Exception], None]
     abandoned: Callable[[], bool]
 
@@ -158,6 +159,7 @@ class _Batch:
         self._stop = StopStrings(tokenizer, samplings)
         self._tokens: npt.NDArray[np.int64] = np.zeros((len(rows), self._longest), np.int64)
         self._logprobs: npt.NDArray[np.float32] = np.zeros((len(rows), self._longest), np.float32)
+        self._kept: list[list[npt.NDArray[np.int64]]] = [[] for _ in rows]
         self._members = np.arange(len(rows))
         """Which row each sequence of the batch is [B]."""
         self._live: npt.NDArray[np.bool_] = np.ones(len(rows), np.bool_)
@@ -170,9 +172,12 @@ class _Batch:
         logits = logits[select]
         self._select(select)
         for position in range(self._longest):
-            tokens, logprobs, ends = self._sampler.sample(logits, position)
+            tokens, logprobs, ends, kept = self._sampler.sample(logits, position)
             self._tokens[self._members, position] = tokens.numpy(force=True)
             self._logprobs[self._members, position] = logprobs.numpy(force=True)
+            if kept.numel():
+                for member, row in zip(self._members.tolist(), kept.numpy(force=True), strict=True):
+                    self._kept[member].append(row[row >= 0])
             self._finish(position + 1, ends.numpy(force=True))
             if not self._live.any():
                 return
@@ -251,7 +256,8 @@ class _Batch:
                 self._live[i] = not row.abandoned()
                 continue
             self._live[i] = False
-            row.finish(tuple(self._tokens[member, :n].tolist()), tuple(self._logprobs[member, :n].tolist()), reason)
+            kept = packed(row.sampling, self._kept[member])
+            row.finish(tuple(self._tokens[member, :n].tolist()), tuple(self._logprobs[member, :n].tolist()), reason, kept)
 
     def _compact(self, tokens: Tensor) -> Tensor:
         """Drop the finished sequences; returns the others' ``tokens``."""

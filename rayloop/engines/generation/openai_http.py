@@ -4,11 +4,10 @@ ids with log-probs and loads the synced weights. Samples of other weights are of
 import asyncio
 import base64
 import io
-import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,14 @@ from PIL import Image
 from torch import Tensor
 
 from rayloop.chat.tokenizer import load_tokenizer
-from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
+from rayloop.core.failures import ConfigError, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.engines.generation.openai_requests import client, request
 from rayloop.engines.models import save_model
 from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
 from rayloop.transports.manifest import verify
 
-BUSY = frozenset({408, 409, 425, 429})
-"""Status codes after which the same request may succeed, like those from 500."""
-REFUSED = frozenset({400, 413, 422})
-"""Status codes for a request with wrong content."""
-LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
-"""Never reached through a proxy."""
-ATTEMPTS = 6
-"""How often a server is asked that cannot be reached, is busy or fails: with 1, 2, 4, 8, 16 seconds between, a restart of it."""
-TIMEOUT = 600.0
-"""Seconds for one answer; the caller bounds all attempts together (a sixth of ``environment.episode_timeout``)."""
 IMAGE = "<|image_pad|>"
 
 
@@ -55,7 +45,7 @@ class OpenAiHttpEngine:
         self._open.set()
         self._idle.set()
         headers = _key(settings.api_key_env)
-        self._servers = [(url, _client(url, headers)) for url in settings.addresses]
+        self._servers = [(url, client(url, headers)) for url in settings.addresses]
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Raises DataFailure for a prompt that the server refuses, ConfigError, WorkerLost."""
@@ -97,7 +87,7 @@ class OpenAiHttpEngine:
         await asyncio.to_thread(self._write, manifest, tensors, target)
         for (url, http), (path, body) in product(self._servers, self._settings.update.items()):
             at = str(httpx.URL(url).copy_with(path=path))
-            _, answer = await _post([(at, http)], _filled(body, str(target.resolve())))
+            _, answer = await request([(at, http)], _filled(body, str(target.resolve())))
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise WeightSyncError(f"version {manifest.version}: {at} answered {answer}")
         self._version = manifest.version
@@ -115,7 +105,7 @@ class OpenAiHttpEngine:
     async def _tokens(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
         if prompt.images:
             raise ConfigError("rollout.engine.interface: tokens sends no images; use chat (evaluation only), or kind: vllm")
-        url, answer = await _post(
+        url, answer = await request(
             self._from("/completions", prompt),
             {
                 "model": self._settings.model, "prompt": list(prompt.token_ids), "seed": prompt.seed,
@@ -143,7 +133,7 @@ class OpenAiHttpEngine:
 
     async def _chat(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
         """The answer's text in our tokens; log-probs are NaN. Stop strings are looked for here: servers would cut them off."""
-        url, answer = await _post(
+        url, answer = await request(
             self._from("/chat/completions", prompt),
             {
                 "model": self._settings.model, "messages": self.messages(prompt), "max_tokens": sampling.max_tokens,
@@ -192,51 +182,12 @@ class OpenAiHttpEngine:
         return [(url + path, http) for url, http in (*self._servers[at:], *self._servers[:at])]
 
 
-async def _post(servers: Sequence[tuple[str, httpx.AsyncClient]], body: Any) -> tuple[str, Any]:
-    """The address that answered and its JSON: the first that can be reached. Raises WorkerLost when the attempts are spent,
-    DataFailure or ConfigError when refused."""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            await asyncio.sleep(2 ** (attempt - 1))
-        for url, http in servers:
-            try:
-                response = await http.post(url, json=body)
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                failure = f"{url}: {type(error).__name__}: {error}"
-                continue
-            except httpx.HTTPError as error:
-                failure = f"{url}: {type(error).__name__}: {error}"
-                break
-            failure = f"{url}: HTTP {response.status_code}: {response.text[:200]}"
-            if response.is_success:
-                return url, _parsed(response)
-            if response.status_code in REFUSED:
-                raise DataFailure(url, failure)
-            if response.status_code not in BUSY and response.status_code < 500:
-                raise ConfigError(f"rollout.engine: {failure}")
-            break
-    raise WorkerLost(f"the server failed {ATTEMPTS} times, last: {failure}")
-
-
-def _client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(trust_env=httpx.URL(url).host not in LOOPBACK, timeout=TIMEOUT, headers=headers, limits=limits)
-
-
 def _key(variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
     if variable not in os.environ:
         raise ConfigError(f"rollout.engine.api_key_env: {variable} is not set where the rollout actor runs")
     return {"Authorization": f"Bearer {os.environ[variable]}"}
-
-
-def _parsed(response: httpx.Response) -> Any:
-    """The body as JSON; None when it is empty, as the answers of some calls are."""
-    try:
-        return response.json() if response.content else None
-    except json.JSONDecodeError:
-        return response.text
 
 
 def _filled(value: Any, folder: str) -> Any:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from rayloop.core.failures import DataFailure
+from rayloop.core.kept import Kept
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, Version
 
 
@@ -33,26 +34,44 @@ class Sampler:
         self._banned = _table([s.banned_tokens for s in samplings], vocabulary).to(device)
         self._ends = _table([s.end_tokens for s in samplings], vocabulary).to(device)
         self._draws = torch.from_numpy(draws).to(device)
+        most = [s.most_kept or 0 for s in samplings]
+        self._widest = min(max(most), vocabulary)
+        self._most = torch.tensor(most, device=device)[:, None]
+        self._top_p = torch.tensor([[s.top_p] for s in samplings], device=device)
 
-    def sample(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B] int64, their log-probs [B] float32, and which are end tokens [B] bool. ``logits`` [B, V] are those of
-        ``position`` in the turn. Greedy sequences take the most likely token."""
+    def sample(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens [B] int64, their log-probs [B] float32, which are end tokens [B] bool, and the kept tokens [B, k] int64, -1 where
+        fewer are (k = 0 without ``top_p`` and ``top_k``). ``logits`` [B, V] are those of ``position`` in the turn. Greedy sequences
+        take the most likely token."""
         mask = self._banned
         if position < self._longest_min:
             mask = mask | (self._ends & (position < self._min_tokens))
         logprobs = torch.log_softmax(logits.float().masked_fill(mask, -torch.inf) / self._temperature, dim=-1)
+        logprobs, kept = self._truncated(logprobs)
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         draw = torch.minimum(self._draws[:, position : position + 1] * total, total.nextafter(torch.zeros_like(total)))
         sampled = torch.searchsorted(cumulative, draw, right=True)[:, 0]
         tokens = torch.where(self._greedy, logprobs.argmax(-1), sampled)[:, None]
-        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], self._ends.gather(1, tokens)[:, 0]
+        return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], self._ends.gather(1, tokens)[:, 0], kept
+
+    def _truncated(self, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs [B, V] over the kept tokens of each sequence that has ``top_p`` or ``top_k``, and those tokens [B, k]."""
+        if not self._widest:
+            return logprobs, torch.empty(len(logprobs), 0, dtype=torch.int64)
+        likeliest, tokens = logprobs.topk(self._widest)
+        among = likeliest.masked_fill(torch.arange(self._widest, device=likeliest.device) >= self._most, -torch.inf)
+        probabilities = among.softmax(-1)
+        dropped = among.isinf() | (probabilities.cumsum(-1) - probabilities >= self._top_p)
+        left = torch.full_like(logprobs, -torch.inf).scatter(1, tokens, likeliest.masked_fill(dropped, -torch.inf))
+        return torch.where(self._most > 0, left.log_softmax(-1), logprobs), tokens.masked_fill(dropped, -1)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these sequences, in this order."""
         self._greedy, self._temperature = self._greedy[rows], self._temperature[rows]
         self._min_tokens, self._draws = self._min_tokens[rows], self._draws[rows]
         self._banned, self._ends = self._banned[rows], self._ends[rows]
+        self._most, self._top_p = self._most[rows], self._top_p[rows]
 
 
 class StopStrings:
@@ -90,6 +109,7 @@ class TurnSampler:
         """Set when the turn has ended."""
         self._prompt, self._sampling = prompt, sampling
         self._logprobs: list[float] = []
+        self._kept: list[npt.NDArray[np.int64]] = []
         self._version: Version | None = None
         self._stops = StopStrings(tokenizer, [sampling])
         self._sampler: Sampler | None = None
@@ -100,7 +120,9 @@ class TurnSampler:
         if self._sampler is None:
             draws = uniforms(self._prompt.seed, len(self._prompt.token_ids), self._sampling.max_tokens)
             self._sampler = Sampler([self._sampling], draws[None], len(logits), logits.device)
-        token, logprob, ends = (each.item() for each in self._sampler.sample(logits[None], len(self._logprobs)))
+        *sampled_as, kept = self._sampler.sample(logits[None], len(self._logprobs))
+        token, logprob, ends = (each.item() for each in sampled_as)
+        self._kept.append(kept.numpy(force=True)[0])
         self.ids.append(int(token))
         self._logprobs.append(float(logprob))
         sampled = self._sampled
@@ -115,11 +137,17 @@ class TurnSampler:
         """Returns the turn, which must have ended, with the version of its first token."""
         assert self.finish is not None
         assert self._version is not None
-        return Completion(tuple(self._sampled), tuple(self._logprobs), self.finish, self._version)
+        kept = packed(self._sampling, self._kept)
+        return Completion(tuple(self._sampled), tuple(self._logprobs), self.finish, self._version, kept)
 
     @property
     def _sampled(self) -> list[int]:
         return self.ids[len(self._prompt.token_ids) :]
+
+
+def packed(sampling: Sampling, rows: Sequence[npt.NDArray[np.int64]]) -> Kept | None:
+    """The kept tokens of a turn, from the row of each of its positions; None when ``sampling`` removes none."""
+    return None if sampling.most_kept is None else Kept.of([row[row >= 0] for row in rows])
 
 
 def _table(tokens: Sequence[Sequence[int]], vocabulary: int) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import InfrastructureFailure, WorkerLost
+from rayloop.core.kept import Kept
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
 from rayloop.engines.generation.decoding import Decoder, DecodeRequest
@@ -208,8 +209,8 @@ class TransformersEngine:
 
 
 def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -> DecodeRequest:
-    def finish(token_ids: TokenIds, logprobs: tuple[float, ...], reason: FinishReason) -> None:
-        loop.call_soon_threadsafe(_answer, request, Completion(token_ids, logprobs, reason, version))
+    def finish(token_ids: TokenIds, logprobs: tuple[float, ...], reason: FinishReason, kept: Kept | None) -> None:
+        loop.call_soon_threadsafe(_answer, request, Completion(token_ids, logprobs, reason, version, kept))
 
     def fail(error: Exception) -> None:
         loop.call_soon_threadsafe(_fail, request, error)

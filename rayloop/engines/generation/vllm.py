@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, WeightSyncError, WorkerLost
+from rayloop.core.kept import MOST_KEPT, Kept
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version, derive
@@ -36,6 +37,8 @@ from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSetti
 
 RETRIES = (0.05, 0.5, 2.0)
 """Seconds of pause before each further attempt at a request that vLLM gave up, which says nothing about the engine."""
+TIES = 64
+"""Tokens beyond ``top_k`` whose log-probs vLLM returns too: it keeps all that are as likely as the last one of ``top_k``."""
 
 
 class VllmEngine:
@@ -54,6 +57,7 @@ class VllmEngine:
         arguments = {"served_model_name": place.name} | _arguments(model, settings, self._vision)
         self._llm = start(arguments, stat_loggers(self._load, place.name))
         self._limit: int = self._llm.model_config.max_model_len
+        self._vocabulary: int = config.get_text_config().vocab_size
         self._version: Version | None = None
         self._failed_loads = 0
         self._serial = itertools.count()
@@ -89,7 +93,8 @@ class VllmEngine:
             raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
         if len(prompt.token_ids) >= self._limit:
             raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
-        given, parameters = self._prompt(prompt, tokens, images), _parameters(prompt, sampling)
+        masks = bool(self._settings.extra.get("return_sampling_mask"))
+        given, parameters = self._prompt(prompt, tokens, images), _parameters(prompt, sampling, self._vocabulary, masks)
         # Nothing is awaited between here and the version above: pause() sees the request, or the request sees the pause.
         number, failed = str(next(self._serial)), self._failed_loads
         entered = self._entering[number] = asyncio.Event()
@@ -104,7 +109,7 @@ class VllmEngine:
             raise WorkerLost("a load failed while the request was running")
         if sampled.finish_reason == "error":
             return None
-        return Completion(tuple(sampled.token_ids), tuple(sampled.logprobs.logprobs), _finish(sampled), version)
+        return _completion(sampled, sampling, version)
 
     def _announced(self, add_request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """Returns vLLM's ``add_request``, which then also sets the request's event when the scheduler has the request."""
@@ -188,6 +193,7 @@ def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool)
     """Of ``AsyncEngineArgs``. Log-probs are those of the distribution sampled from: masked, and divided by the temperature."""
     arguments = common_arguments(model.path, settings) | {
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": MOST_KEPT + TIES,
         "use_tqdm_on_load": False,  # its lock would leave a semaphore behind
     }
     if vision:
@@ -196,14 +202,20 @@ def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool)
     return arguments | settings.extra
 
 
-def _parameters(prompt: TokenPrompt, sampling: Sampling) -> Any:
+def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks: bool) -> Any:
     """vLLM's sampling parameters. The context length keeps the turns of an episode apart when they share a seed. During
     ``min_tokens`` vLLM masks the tokenizer's own end token as well, which is one of ``end_tokens`` when there are any."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    most, temperature = sampling.most_kept, sampling.temperature
+    top_k = most or 0
+    if masks and not top_k:  # with return_sampling_mask vLLM wants a temperature and a top_k
+        temperature, top_k = (temperature, vocabulary) if temperature else (1.0, 1)
     return SamplingParams(
-        temperature=sampling.temperature,
+        temperature=temperature,
+        top_p=sampling.top_p if most else 1.0,
+        top_k=top_k,
         max_tokens=sampling.max_tokens,
         min_tokens=min(sampling.min_tokens, sampling.max_tokens) if sampling.end_tokens or sampling.stop else 0,
         seed=derive(prompt.seed, len(prompt.token_ids)),
@@ -214,10 +226,26 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling) -> Any:
         ignore_eos=True,
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
-        logprobs=0,
+        logprobs=min(most + TIES, vocabulary) if most and not masks else 0,
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _completion(output: Any, sampling: Sampling, version: Version) -> Completion:
+    """The turn. At each position vLLM's log-probs are those of the sampled token and of the likeliest ones, -inf where ``top_p`` or
+    ``top_k`` removed them: the others are the kept tokens, unless it returns these as a sampling mask. Raises InfrastructureFailure
+    when more may be kept than came back."""
+    finish, n, most = _finish(output), len(output.token_ids), sampling.most_kept
+    logprobs = np.array(output.logprobs.logprobs).reshape(n, -1)
+    kept = None
+    if most is not None:
+        ids, left = np.array(output.logprobs.token_ids).reshape(n, -1)[:, 1:], np.isfinite(logprobs[:, 1:])
+        rows = output.sampling_mask.token_ids if output.sampling_mask else [row[k] for row, k in zip(ids, left, strict=True)]
+        if max(map(len, rows)) >= most + TIES:
+            raise InfrastructureFailure(f"vLLM kept {TIES} or more tokens above top_k ({most}), all as likely as the last")
+        kept = Kept.of(rows)
+    return Completion(tuple(output.token_ids), tuple(logprobs[:, 0].tolist()), finish, version, kept)
 
 
 def _finish(output: Any) -> FinishReason:

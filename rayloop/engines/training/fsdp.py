@@ -35,8 +35,9 @@ from rayloop.engines.training.optimizer import Optimizer, OptimizerStep
 from rayloop.engines.training.scorer import Scorer, score
 from rayloop.engines.training.sharding import add_noise, from_first, gather, join, local, on_all_ranks, shard, total
 from rayloop.grpo.batch import Batch, TrainSample, by_segment, segmented
-from rayloop.grpo.loss import Denominator, LossMetrics, policy_loss, token_weights
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.losses.metrics import LossMetrics
+from rayloop.grpo.losses.policy import STREAMS, Denominator, PolicyLoss, token_weights
+from rayloop.grpo.losses.settings import LossSettings, OwnLoss
 from rayloop.transports.manifest import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -47,12 +48,14 @@ PERTURBATION = 0.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Update:
-    """Result of one optimizer update on this rank; ``loss`` is the rank's part of the sum."""
+    """Result of one optimizer update on this rank; ``loss`` is the rank's part of the sum. ``computed``: of the ``tokens``, those
+    of the trajectories that contribute."""
 
     loss: float
     metrics: LossMetrics
     step: OptimizerStep
     tokens: int
+    computed: int
     sequences: int
 
 
@@ -74,7 +77,7 @@ class FsdpEngine:
     ) -> None:
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self._settings, self._loss_settings = settings, loss
+        self._settings, self._loss_settings, self._policy_loss = settings, loss, PolicyLoss(loss)
         self._rank, self._world_size, self._seed = rank, world_size, seed
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cpu":
@@ -103,7 +106,7 @@ class FsdpEngine:
         self._names = checkpoint_names(self._model)
         self._collator = Collator(self._model, model, settings, self._device)
         self._choose_trainable()
-        learns_entropy = self._loss_settings.entropy_coef > 0
+        learns_entropy = self._loss_settings.uses_entropy
         self._scorer = shard(Scorer(self._model, settings.logprob_chunk, learns_entropy=learns_entropy), settings, mesh)
 
     def close(self) -> None:
@@ -143,15 +146,29 @@ class FsdpEngine:
 
     def _update(self, samples: Sequence[TrainSample]) -> Update:
         tokens, sequences = sum(len(s.predict) for s in samples), sum(len(s.predict) > 0 for s in samples)
-        denominator = Denominator(*map(int, total([tokens, sequences], self._device)))
-        loss, metrics = 0.0, LossMetrics.zero(self._device)
+        denominators = self._denominators(samples)
+        loss, metrics, contributing = 0.0, LossMetrics.zero(self._device), self._contributing(samples)
         self._scorer.train()
-        for batch in self._batches(self._equal_number(self._collator.plan(self._contributing(samples)))):
-            part, part_metrics = self._loss(batch, denominator)
+        for batch in self._batches(self._equal_number(self._collator.plan(contributing))):
+            part, part_metrics = self._loss(batch, denominators)
             # The loss is a sum over the ranks, but FSDP averages their gradients.
             (part * self._world_size).backward()
             loss, metrics = loss + part.item(), metrics.merge(part_metrics)
-        return Update(loss, metrics, self._optimizer.step(), tokens, sequences)
+        computed = sum(len(s.predict) for s in contributing)
+        return Update(loss, metrics, self._optimizer.step(), tokens, computed, sequences)
+
+    def _denominators(self, samples: Sequence[TrainSample]) -> dict[str, Denominator]:
+        """Of each stream, over all ranks."""
+        counts = [0.0] * (3 * len(STREAMS))
+        for sample in samples:
+            n = len(sample.predict)
+            for i, stream in enumerate(STREAMS):
+                if n and getattr(sample.streams, stream):
+                    counts[3 * i] += n
+                    counts[3 * i + 1] += 1.0
+                    counts[3 * i + 2] += n / (sample.group_tokens or n)
+        sums = total(counts, self._device)
+        return {stream: Denominator(*sums[3 * i : 3 * i + 3]) for i, stream in enumerate(STREAMS)}
 
     def _batches(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
         """Yields the packed micro-batches. Raises on all ranks the error of an image on one rank; the update is then discarded."""
@@ -165,30 +182,38 @@ class FsdpEngine:
             yield batch
 
     def _contributing(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no forward pass."""
-        every = self._loss_settings.kl_coef > 0 or self._loss_settings.entropy_coef > 0
-        return [s for s in samples if every or s.advantage != 0]
+        """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no forward pass: all shipped
+        losses are proportional to it."""
+        loss = self._loss_settings
+        every = loss.uses_kl or loss.uses_entropy or isinstance(loss, OwnLoss)
+        return [s for s in samples if every or s.teaches]
 
     def _equal_number(self, plan: list[list[TrainSample]]) -> list[list[TrainSample]]:
         """The plan with empty micro-batches added, so that all ranks run as many, and at least one."""
         (most,) = total([max(1, len(plan))], self._device, dist.ReduceOp.MAX)
         return plan + [[] for _ in range(int(most) - len(plan))]
 
-    def _loss(self, batch: Batch, denominator: Denominator) -> tuple[Tensor, LossMetrics]:
+    def _loss(self, batch: Batch, denominators: Mapping[str, Denominator]) -> tuple[Tensor, LossMetrics]:
         """This micro-batch's part of the loss, and its metrics."""
         current, entropy = self._scorer(batch, entropy=True)
-        result = policy_loss(
+        result = self._policy_loss(
             current,
             current.detach() if batch.old is None else batch.old,
             batch.behaviour,
             batch.advantage,
-            self._loss_settings,
+            batch.segment,
             reference=batch.reference,
             entropy=entropy,
             on_policy=batch.on_policy,
             lag=batch.lag,
         )
-        return (token_weights(batch.segment, self._loss_settings, denominator) * result.loss).sum(), result.metrics
+        parts = list[Tensor]()
+        for stream, denominator in denominators.items():
+            values: Tensor | None = getattr(result, stream)
+            if values is not None and denominator.tokens:
+                weights = token_weights(batch.segment, self._loss_settings, denominator, batch.group_tokens)
+                parts.append((getattr(batch, stream) * weights * values).sum())
+        return torch.stack(parts or [0.0 * current.sum()]).sum(), result.metrics
 
     def _report(self, updates: Sequence[Update], seconds: float) -> dict[str, float]:
         """Metrics of the step over all ranks, means over its applied updates; a skipped update is only counted."""
@@ -198,15 +223,15 @@ class FsdpEngine:
             metrics = metrics.merge(update.metrics)
         dist.all_reduce(metrics.sums)
         dist.all_reduce(metrics.maxima, dist.ReduceOp.MAX)
-        loss, tokens, sequences = total(
-            [sum(u.loss for u in applied), sum(u.tokens for u in updates), sum(u.sequences for u in updates)], self._device
-        )
+        counts = [sum(u.tokens for u in updates), sum(u.computed for u in updates), sum(u.sequences for u in updates)]
+        loss, tokens, computed, sequences = total([sum(u.loss for u in applied), *counts], self._device)
         report = {
             "actor/updates": float(len(applied)),
             "actor/skipped_updates": float(len(updates) - len(applied)),
             "actor/tokens": tokens,
+            "actor/computed_tokens": computed,
             "actor/sequences": sequences,
-            "actor/tokens_per_second": tokens / seconds,
+            "actor/tokens_per_second": computed / seconds,
         }
         if applied:
             report |= {
@@ -214,7 +239,9 @@ class FsdpEngine:
                 "actor/grad_norm": sum(u.step.grad_norm for u in applied) / len(applied),
                 "actor/lr": applied[-1].step.lr,
             }
-        return report | {f"actor/{name}": value for name, value in metrics.finalize().items()}
+        found = metrics.finalize()
+        found |= self._policy_loss.coefficients.after(found, sequences)
+        return report | {f"actor/{name}": value for name, value in found.items()}
 
     def logprobs(
         self, trajectories: Sequence[Trajectory], *, reference: bool = False, swap_images: bool = False
@@ -311,10 +338,13 @@ class FsdpEngine:
         own = self._state()
         state.load(folder, own, self._rank, sums)
         self._optimizer.updates = int(own["updates"].item())
+        if "coefficients" in own:
+            self._policy_loss.coefficients.load(own["coefficients"])
 
     def _state(self) -> dict[str, Any]:
         trained = {name: p.detach() for name, p in self._parameters.items() if p.requires_grad}
-        return {"parameters": trained, "optimizer": self._optimizer.state(), "updates": torch.tensor(self._optimizer.updates)}
+        found = {"parameters": trained, "optimizer": self._optimizer.state(), "updates": torch.tensor(self._optimizer.updates)}
+        return found | ({"coefficients": self._policy_loss.coefficients.state()} if self._loss_settings.adapts else {})
 
     def _choose_trainable(self) -> None:
         """Apply freezing, adapters and gradient checkpointing to the model as loaded. Raises ConfigError."""

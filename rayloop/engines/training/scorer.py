@@ -25,7 +25,7 @@ class Scores(NamedTuple):
     """Output of ``Scorer``; a tuple, because FSDP finds the tensors of an output through pytrees."""
 
     logprobs: Tensor  # [N] float32
-    entropy: Tensor | None  # [N] float32, in nats, of the masked distribution
+    entropy: Tensor | None  # [N] float32, in nats, of the masked distribution: with top_p or top_k over the kept tokens
 
 
 class Scorer(nn.Module):
@@ -75,7 +75,8 @@ class Scorer(nn.Module):
 
     def _chunk(self, hidden: Tensor, batch: Batch, part: slice, entropy: bool) -> tuple[Tensor, Tensor | None]:
         logits = self.model.get_output_embeddings()(hidden[part]).float()
-        logp = masked_logprobs(logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens)
+        kept = None if batch.kept is None else batch.kept[part]
+        logp = masked_logprobs(logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens, kept)
         chosen = logp.gather(1, batch.targets[part, None])[:, 0]
         if not entropy:
             return chosen, None
@@ -83,8 +84,11 @@ class Scorer(nn.Module):
             return chosen, -(logp.exp() * logp).sum(1)
 
 
-def masked_logprobs(logits: Tensor, temperature: Tensor, ban_end: Tensor, banned_tokens: Tensor, end_tokens: Tensor) -> Tensor:
-    """The policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n]; no end tokens where ``ban_end`` [n]."""
+def masked_logprobs(
+    logits: Tensor, temperature: Tensor, ban_end: Tensor, banned_tokens: Tensor, end_tokens: Tensor, kept: Tensor | None = None
+) -> Tensor:
+    """The policy's log-probs [n, V] from logits [n, V] and ``temperature`` [n]; no end tokens where ``ban_end`` [n]. With ``kept``
+    [n, k] over these tokens only, as the engine sampled them (arXiv:2512.02556); a row of -1 keeps all."""
     # The lowest finite number instead of -inf: the same probabilities, and p * log p stays 0 instead of NaN.
     lowest = torch.finfo(logits.dtype).min
     never = logits.new_zeros(logits.shape[-1]).index_fill(0, banned_tokens, lowest)
@@ -92,6 +96,10 @@ def masked_logprobs(logits: Tensor, temperature: Tensor, ban_end: Tensor, banned
     if end_tokens.numel():
         early = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill(0, end_tokens, True)
         masked = masked.masked_fill(ban_end[:, None] & early, lowest)
+    if kept is not None:
+        removed = torch.ones_like(masked, dtype=torch.bool).scatter_(1, kept.long().clamp(min=0), False)
+        removed &= kept[:, :1] >= 0
+        masked = masked.masked_fill_(removed, lowest)
     return masked.log_softmax(-1)
 
 

@@ -79,8 +79,8 @@ class Gymnasium(RewardedSteps):
             return self._refused(str(error))
         observed, reward, terminated, truncated, info = self._environment.step(action)
         self._rewards.append(float(reward))
-        done = bool(terminated or truncated)
-        return StepResult(Observation((self._seen(observed, info),)), done=done, info={"truncated": bool(truncated)})
+        seen, done = Observation((self._seen(observed, info),)), bool(terminated or truncated)
+        return StepResult(seen, done=done, info={"truncated": bool(truncated)}, reward=self._rewards[-1])
 
     def close(self) -> None:
         """Close gymnasium's environment."""

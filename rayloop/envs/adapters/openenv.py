@@ -91,7 +91,7 @@ class OpenEnv(RewardedSteps):
         if refusal:
             return self._refused(refusal)
         self._rewards.append(float(said.get("reward") or 0.0))
-        return StepResult(Observation((self._seen(said),)), done=bool(said.get("done")))
+        return StepResult(Observation((self._seen(said),)), done=bool(said.get("done")), reward=self._rewards[-1])
 
     def close(self) -> None:
         """End the session."""

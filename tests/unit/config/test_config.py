@@ -20,6 +20,7 @@ from benchmarks.pages.config import COMPONENTS, components_page, count_fields, d
 from rayloop.config.explain import kind_of, models, walk
 from rayloop.config.settings import Component, SettingsModel, check_components, dump, load, local_path
 from rayloop.core.failures import ConfigError
+from rayloop.grpo.losses.settings import GspoLoss, OwnLoss, ReinforceLoss
 from rayloop.run.config import RunConfig
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.serve_apps.settings import ServeFile
@@ -170,9 +171,9 @@ def test_unknown_keys_of_the_run_configuration_name_the_nearest(write: Write) ->
         """
     )
     kind, group_size, transport, lr = refused(path, model=RunConfig)
-    several = "rollout.engine.kind and algorithm.advantage.kind and algorithm.filtering.filters.*.kind"
+    several = "rollout.engine.kind and policy.loss.kind and algorithm.advantage.kind"
     assert kind.startswith(f"house.yaml:9: policy.optimizer.kind: unknown key; it is a key of {several}. Keys here: lr, ")
-    assert transport.startswith("house.yaml:10: weight_sync.transport.timeout: unknown key; it is a key of reward.timeout and ")
+    assert transport.startswith("house.yaml:10: weight_sync.transport.timeout: unknown key; it is a key of reward.timeout. ")
     assert group_size.startswith("house.yaml:7: algorithm.group_siz: unknown key; did you mean `group_size`?")
     assert lr.startswith("house.yaml:8: lr: unknown key; it is a key of policy.optimizer.lr.")
 
@@ -240,6 +241,17 @@ def test_an_override_of_the_kind_starts_its_mapping_afresh(write: Write) -> None
     path = write("name: a\nfavourite: {kind: cat, lives: 3}\n")
     assert load(path, ["favourite.kind=dog", "favourite.tricks=[sit]"], House).favourite == Dog(tricks=("sit",))
     assert load(path, ["favourite.kind=cat"], House).favourite == Cat(lives=3)
+
+
+def test_a_kind_over_a_mapping_without_one_starts_it_afresh(write: Write, tmp_path: Path) -> None:
+    """Its keys belong to the default kind; those of the command line stay."""
+    reward = "model: {path: m}\ndata: {train: t}\nreward: {source: {use: 'a:b'}}\nsteps: 1\nname: a\n"
+    base = write(reward + "policy: {loss: {clip_high: 0.28}}\n")
+    chosen = ["policy.loss.kl_coef=0.1", "policy.loss.kind=reinforce"]
+    assert load(base, chosen, RunConfig).policy.loss == ReinforceLoss(kl_coef=0.1)
+    assert load(base, ["policy.loss.use=mine:loss"], RunConfig).policy.loss == OwnLoss(use="mine:loss")
+    (tmp_path / "own.yaml").write_text(f"extends: {base.name}\npolicy: {{loss: {{kind: gspo}}}}\n", encoding="utf-8")
+    assert load(tmp_path / "own.yaml", [], RunConfig).policy.loss == GspoLoss()
 
 
 def lamp(**options: Any) -> str:
@@ -556,6 +568,40 @@ def test_an_engine_that_compiles_has_the_time_for_it(
     made = RunConfig.model_validate(config)
     assert made.recovery.start_timeout == seconds
     assert made.recovery.replacements == recovery.get("replacements", RecoverySettings().replacements)
+
+
+HTTP = {"kind": "openai_http", "base_url": "http://a/v1", "model": "b"}
+
+
+@pytest.mark.parametrize("engine", [{"kind": "sglang"}, HTTP, {**HTTP, "interface": "tokens"}])
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout.sampling.top_p": 0.8}, r"rollout\.sampling\.top_p is 0\.8: engine\.kind"),
+        ({"rollout.sampling.top_k": 20}, r"rollout\.sampling\.top_k is 20: engine\.kind"),
+        (
+            {"evaluation": {"samples": 2, "over": {"rollout.sampling.top_p": 0.9}}},
+            r"rollout\.sampling\.top_p is 0\.9 in evaluations \(evaluation\.over\): engine\.kind",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_return_the_kept_tokens_is_refused(
+    engine: dict[str, Any], changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    config = settings(tmp_path, tmp_path, rollout__engine=engine)
+    RunConfig.model_validate(config)
+    for key, value in changes.items():
+        set_key(config, key, value)
+    with pytest.raises(ValidationError, match=says + rf": {engine['kind']} does not return .* Use transformers or vllm"):
+        RunConfig.model_validate(config)
+    config["rollout"]["engine"] = {"kind": "vllm"}
+    RunConfig.model_validate(config)
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.0), ("top_p", 1.1), ("top_k", 0), ("top_k", 129)])
+def test_what_keeps_no_token_or_too_many_is_refused(key: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match=rf"rollout\.sampling\.{key}"):
+        RunConfig.model_validate(settings(tmp_path, tmp_path, **{f"rollout__sampling__{key}": value}))
 
 
 def test_a_temperature_that_vllm_refuses_is_refused_before(tmp_path: Path) -> None:

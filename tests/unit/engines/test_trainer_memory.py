@@ -13,7 +13,7 @@ import ray
 
 from rayloop.actors.policy import PolicyRank, RankSettings
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.losses.settings import PpoLoss
 from rayloop.transports.settings import CudaIpcTransport, ObjectStoreTransport, TransportSettings
 
 Open = Callable[[TransportSettings], None]
@@ -44,9 +44,7 @@ def opens(monkeypatch: pytest.MonkeyPatch) -> Open:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
     def open_place(transport: TransportSettings) -> None:
-        settings = RankSettings(
-            ModelSettings(path="model"), FsdpSettings(), OptimizerSettings(), LossSettings(), transport, "folder", 0
-        )
+        settings = RankSettings(ModelSettings(path="model"), FsdpSettings(), OptimizerSettings(), PpoLoss(), transport, "folder", 0)
         assert PolicyRank(settings, 0, 1).address() == ("127.0.0.1", 1)
 
     return open_place

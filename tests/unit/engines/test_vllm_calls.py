@@ -12,11 +12,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import rayloop.engines.generation.vllm as module
 from rayloop.core.failures import InfrastructureFailure, WeightSyncError, WorkerLost
+from rayloop.core.kept import Kept
 from rayloop.core.types import Completion, FinishReason, ImageRef, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation import vllm_worker
 from rayloop.engines.generation.vllm import RETRIES, VllmEngine
@@ -41,6 +43,7 @@ class Llm:
         self.preparing.set()
         self.answering.set()
         self.reasons: list[str] = []
+        self.logprobs: dict[str, Any] = {"logprobs": SimpleNamespace(logprobs=[-1.0], token_ids=[8]), "sampling_mask": None}
         self.faults: list[str | None] = [None]
 
     async def add_request(self, number: str, prompt: dict[str, Any], parameters: Any) -> None:
@@ -51,7 +54,7 @@ class Llm:
         await self.add_request(number, prompt, parameters)
         await self.answering.wait()
         reason = self.reasons.pop(0) if self.reasons else "length"
-        output = SimpleNamespace(token_ids=[8], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason=reason, stop_reason=None)
+        output = SimpleNamespace(token_ids=[8], finish_reason=reason, stop_reason=None, **self.logprobs)
         yield SimpleNamespace(outputs=[output])
 
     async def pause_generation(self, **options: Any) -> None:
@@ -90,7 +93,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "stat_loggers", lambda *_: [])
     monkeypatch.setattr(module, "_parameters", lambda *_: None)
     monkeypatch.setattr(module, "RETRIES", (0.0,) * len(RETRIES))
-    config = SimpleNamespace(sub_configs={})
+    config = SimpleNamespace(sub_configs={}, get_text_config=lambda: SimpleNamespace(vocab_size=320))
     monkeypatch.setattr(module.AutoConfig, "from_pretrained", lambda *_, **__: config)
 
 
@@ -149,6 +152,32 @@ def test_an_image_that_was_forgotten_is_sent_again() -> None:
         llm.reasons = ["error", "error"]
         done = await engine.generate(PROMPT, Sampling())
         assert done == Completion((8,), (-1.0,), FinishReason.LENGTH, OLD)
+
+    run(test)
+
+
+def test_the_kept_tokens_are_those_whose_logprobs_are_finite_or_vllm_s_own_mask() -> None:
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        likeliest = {"logprobs": [-1.0, -0.5, -1.0, -np.inf], "token_ids": [8, 3, 8, 5]}
+        llm.logprobs["logprobs"] = SimpleNamespace(**likeliest)
+        done = await engine.generate(PROMPT, Sampling(top_p=0.9))
+        assert (done.logprobs, done.kept) == ((-1.0,), Kept.of([[3, 8]]))
+        assert (await engine.generate(PROMPT, Sampling())).kept is None
+        llm.logprobs["logprobs"] = SimpleNamespace(logprobs=[-1.0], token_ids=[8])
+        llm.logprobs["sampling_mask"] = SimpleNamespace(token_ids=[[3, 8]])
+        assert await engine.generate(PROMPT, Sampling(top_p=0.9)) == done
+
+    run(test)
+
+
+def test_more_ties_than_come_back_are_no_kept_set() -> None:
+    """All that came back are kept, so others may be."""
+
+    async def test(engine: VllmEngine, llm: Llm) -> None:
+        n = 5 + module.TIES
+        llm.logprobs["logprobs"] = SimpleNamespace(logprobs=[-1.0] * (n + 1), token_ids=[8, *range(n)])
+        with pytest.raises(InfrastructureFailure, match=r"kept 64 or more tokens above top_k \(5\)"):
+            await engine.generate(PROMPT, Sampling(top_k=5))
 
     run(test)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import re
 import threading
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rayloop.chat.rendering import Renderer
@@ -294,6 +296,52 @@ def test_a_summary_says_whether_a_turn_was_cut(renderer: Renderer) -> None:
         trajectory, _ = run(renderer, scripted(NEXT), said)
         assert trajectory.end_reason is EndReason.DONE
         assert summarize(trajectory, TASK, 0.0, renderer.image_token).cut is cut
+
+
+def test_equal_screens_with_equal_texts_are_equal_states(renderer: Renderer) -> None:
+    small, large, other = ({"text": "look", "images": [{"width": width}]} for width in (56, 84, 56))
+    said: list[Said] = [("a", END), ("b b", LENGTH), ("c", STOP), ("d", END), ("e", END)]
+    trajectory, _ = run(renderer, scripted(small, other, large, {"text": "see", "images": [{}]}), said, max_turns=9)
+    states = summarize(trajectory, TASK, 0.0, renderer.image_token).states
+    assert [len(bytes.fromhex(state)) for state in states] == [8] * 5
+    prompt, first, again, resized, words = states
+    assert first == again, "also where the turn before was cut, and lacks its end token"
+    assert len({prompt, first, resized, words}) == 4
+    blue = Message("user", ("Click the button.", ImageSource(data=picture(56, 56, "blue"))))
+    tasks = (TASK, TASK, dataclasses.replace(TASK, messages=(blue,)))
+    begun = [run(renderer, scripted(), [("z", END)], request(task))[0].states[0] for task in tasks]
+    assert begun[0] == begun[1] == prompt != begun[2]
+
+
+class Paying(Listening):
+    """Pays the next of ``rewards`` for each turn."""
+
+    def __init__(self, *rewards: Any) -> None:
+        super().__init__()
+        self._rewards = iter(rewards)
+
+    def step(self, text: str) -> StepResult:
+        return StepResult(Observation((Message("user", ("go on",)),)), text == "stop", reward=next(self._rewards))
+
+
+def test_each_turn_has_its_reward(renderer: Renderer) -> None:
+    said: list[Said] = [("a", END), ("b", END), ("stop", END)]
+    trajectory, _ = run(renderer, Paying(0.5, np.float32(-2), np.bool_(True)), said)
+    summary = summarize(trajectory, TASK, 0.0, renderer.image_token)
+    assert summary.turn_rewards == (0.5, -2.0, 1.0)
+    assert [type(reward) for reward in summary.turn_rewards] == [float] * 3
+    assert [turn.executed for turn in trajectory.sampled_turns] == [True, True, None]
+    unanswered, _ = run(renderer, Paying(0.5), [("a", END), ("b b", LENGTH)], max_response_tokens=30)
+    assert unanswered.end_reason is EndReason.OVER_LENGTH
+    assert [turn.reward for turn in unanswered.sampled_turns] == [0.5, 0.0]
+
+
+@pytest.mark.parametrize("reward", [math.nan, -math.inf, "1", None])
+def test_a_reward_that_is_no_finite_number_is_the_environments_failure(renderer: Renderer, reward: Any) -> None:
+    said = f"Paying.step of task t1 returned StepResult with reward {reward!r}, which must be a finite number"
+    with pytest.raises(EnvironmentFailed, match=re.escape(said)) as failure:
+        run(renderer, Paying(0.5, reward), [("a", END)] * 2)
+    assert failure.value.bug
 
 
 def test_a_sampled_image_token_makes_the_summary_inconsistent(renderer: Renderer) -> None:

@@ -69,6 +69,15 @@ def test_what_the_driver_knows_counts_an_image_once(renderer: Renderer) -> None:
     assert (summary.images, summary.observation_images, summary.images_consistent) == (7, 6, True)
 
 
+def test_states_are_those_of_an_episode_that_forgets_nothing(renderer: Renderer) -> None:
+    trajectory, _ = long(renderer)
+    whole, _ = long(renderer, max_images=20)
+    assert (len(trajectory.segments), len(whole.segments)) == (3, 1)
+    assert trajectory.states == whole.states
+    assert len(set(trajectory.states)) == 7
+    assert summarize(trajectory, TASK, 1.0, renderer.image_token).turn_rewards == (0.0,) * 7
+
+
 @pytest.mark.parametrize(
     ("settings", "reason", "turns"),
     [

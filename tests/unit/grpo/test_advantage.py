@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayloop.config.explain import members
 from rayloop.core.failures import ConfigError
 from rayloop.core.groups import Status, TrajectoryState
-from rayloop.grpo.advantage import advantages, with_advantages
+from rayloop.grpo.advantage import advantages, build_advantage, with_advantages
 from rayloop.grpo.settings import ADVANTAGES, AdvantageChoice, AdvantageSettings
 from tests.unit.groups import make_group
 
@@ -166,11 +167,13 @@ def test_permuted_rewards_keep_their_values_but_leave_their_members() -> None:
     ],
 )
 def test_a_run_chooses_a_formula_by_its_name(kind: str, expected: tuple[float, ...]) -> None:
-    chosen = AdvantageChoice.model_validate({"kind": kind}).rules
-    assert advantages([1, 0, 0, 0], chosen).values == pytest.approx(expected, abs=1e-5)
-    assert (chosen.singleton == "raw") == (kind == "raw")
+    chosen = build_advantage(AdvantageChoice.model_validate({"kind": kind}))
+    group = with_advantages(make_group(0, [1.0, 0.0, 0.0, 0.0]), chosen)
+    assert [member.advantage for member in group.members] == pytest.approx(expected, abs=1e-5)
+    assert (chosen.min_group == 1) == (kind == "raw")
 
 
 def test_every_formula_is_a_choice() -> None:
-    assert AdvantageChoice().rules == AdvantageSettings()
-    assert set(ADVANTAGES) == set(get_args(AdvantageChoice.model_fields["kind"].annotation))
+    assert AdvantageChoice.model_validate({}).kind == "grpo"
+    (names,) = members(AdvantageChoice.model_fields["kind"].annotation)
+    assert set(ADVANTAGES) == set(get_args(names))

@@ -13,7 +13,7 @@ from rayloop.core.events import Event
 from rayloop.core.failures import AlarmStopped, GraderBroken
 from rayloop.core.groups import Member, Outcome, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, TrajectoryId, Version
-from rayloop.grpo.alarms import DRIFT, FLAGS, UNSEEN, Alarms, AlarmSettings, correlation, reasons
+from rayloop.grpo.alarms import DRIFT, UNSEEN, Alarms, AlarmSettings, correlation, reasons
 from rayloop.grpo.collapse import Limit
 from rayloop.rewards.functions import as_outcome
 
@@ -98,12 +98,6 @@ def test_flags_about_the_policy_alarm_when_nearly_all_carry_them() -> None:
     assert len(Watched().observe([bad] * 95 + [member()] * 5)) == 1
 
 
-def test_limits_of_one_flag_leave_those_of_the_others() -> None:
-    settings = AlarmSettings.model_validate({"flags": {"unparsable": {"stop": 0.5}}})
-    assert settings.flags == {**FLAGS, "unparsable": Limit(stop=0.5)}
-    assert Watched(flags={"unparsable": {"warn": None}}).observe([member(Scored(0.0, {}, ("unparsable",)))] * 50) == []
-
-
 def test_excluded_members_alarm_whether_they_have_a_reward_or_not() -> None:
     lonely = member(status=Status(TrajectoryState.EXCLUDED, "min_group"))
     filtered = member(status=Status(TrajectoryState.FILTERED, "all_equal"))
@@ -129,7 +123,6 @@ def test_what_is_lost_after_it_was_scored_is_excluded_and_emitted_with_the_next_
             member(LOST, status=Status(TrajectoryState.EXCLUDED)),
             r"excluded from training; alarms\.excluded",
         ),
-        ({"flags": {"odd": {"stop": 0.3}}}, member(Scored(1.0, {}, ("odd",))), r"flag odd; alarms\.flags\.odd\.stop"),
     ],
 )
 def test_a_limit_that_stops_ends_the_run(settings: dict[str, Any], bad: Member, message: str) -> None:

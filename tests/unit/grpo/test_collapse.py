@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -100,6 +101,30 @@ def test_steps_that_compute_nothing_are_an_alarm() -> None:
     assert [event["alarm"] for event in watch.emitted] == ["entropy"]
     assert "none of the last 5 steps had a trajectory with gradient" in watch.emitted[0]["why"]
     assert watch.steps(STEPS) == []
+
+
+def test_a_mean_holds_only_values_of_the_last_five_steps() -> None:
+    """A gap without them makes none of the earlier ones new: they would hide what the policy has become."""
+    watch = Watched()
+    watch.steps(STEPS)
+    empty = {name: value for name, value in WELL.items() if name != ENTROPY}
+    found = []
+    for entropy in (None, None, None, 0.02, 0.04, 0.03):
+        metrics = empty if entropy is None else empty | {ENTROPY: entropy}
+        found.append(watch.alarms.collapse.step(metrics)["entropy"])
+    known = [[0.6] * 4, [0.6] * 3, [0.6] * 2, [0.6, 0.02], [0.02, 0.04], [0.02, 0.04, 0.03]]
+    assert [value for value, _, _ in found] == pytest.approx([mean(values) / 0.6 for values in known])
+    assert "entropy is 0.03 nats per token, mean of 2 steps" in found[4][2]
+
+
+def test_a_run_that_ends_after_steps_without_gradient_names_no_old_entropy() -> None:
+    watch = Watched()
+    watch.steps(STEPS, **{ENTROPY: 2.2})
+    watch.steps(STEPS, **{ENTROPY: 0.05})
+    assert watch.alarms.collapse.cause(1e-5)
+    for _ in range(STEPS):
+        watch.alarms.recorded({name: value for name, value in WELL.items() if name != ENTROPY})
+    assert watch.alarms.collapse.cause(1e-5) == ""
 
 
 def test_a_run_without_groups_to_train_names_entropy_and_learning_rate() -> None:

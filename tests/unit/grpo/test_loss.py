@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayloop.grpo.loss import Denominator, LossMetrics, k3, policy_loss, token_weights
-from rayloop.grpo.settings import LossSettings
+from rayloop.grpo.losses.policy import Denominator, LossMetrics, k3, token_weights
+from rayloop.grpo.losses.settings import LossSettings, PpoLoss
+from tests.support.losses import policy_loss
 
 torch.set_num_threads(1)
 
-AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-PLAIN = LossSettings(correction="none")
+AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", 50]
+PLAIN = PpoLoss(correction="none")
 
 
-def settings_for(aggregation: str) -> LossSettings:
-    return LossSettings(aggregation=aggregation, norm_length=50 if aggregation.endswith("norm") else None)
+def settings_for(aggregation: Any) -> LossSettings:
+    return PpoLoss(aggregation=aggregation)
 
 
 def logprobs(*ratios: float) -> torch.Tensor:
@@ -34,20 +36,20 @@ def loss_of(ratios: list[float], advantage: float, settings: LossSettings) -> li
 
 
 def test_clips_above_and_below_by_the_sign_of_the_advantage() -> None:
-    settings = LossSettings(correction="none", clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    settings = PpoLoss(correction="none", clip_low=0.2, clip_high=0.3, dual_clip=3.0)
     assert loss_of([1.5, 0.5, 4.0, 1.0], 1.0, settings) == pytest.approx([-1.3, -0.5, -1.3, -1.0])
     assert loss_of([1.5, 0.5, 4.0, 1.0], -1.0, settings) == pytest.approx([1.5, 0.8, 3.0, 1.0])
 
 
 def test_without_dual_clip_a_large_ratio_counts_in_full() -> None:
-    assert loss_of([4.0], -2.0, LossSettings(correction="none", dual_clip=None)) == pytest.approx([8.0])
-    assert loss_of([4.0], -2.0, LossSettings(correction="none", dual_clip=3.0)) == pytest.approx([6.0])
+    assert loss_of([4.0], -2.0, PpoLoss(correction="none", dual_clip=None)) == pytest.approx([8.0])
+    assert loss_of([4.0], -2.0, PpoLoss(correction="none", dual_clip=3.0)) == pytest.approx([6.0])
 
 
 def test_at_ratio_one_the_gradient_is_minus_the_advantage() -> None:
     current = torch.randn(6, generator=torch.Generator().manual_seed(0), requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0])
-    policy_loss(current, current, current, advantage, LossSettings()).loss.sum().backward()
+    policy_loss(current, current, current, advantage, PpoLoss()).loss.sum().backward()
     assert torch.allclose(current.grad, -advantage)
 
 
@@ -61,9 +63,9 @@ def test_no_gradient_where_the_clip_holds() -> None:
 def test_decoupled_weighs_by_the_capped_drift_and_bypass_compares_with_behaviour() -> None:
     current = torch.tensor([-1.0, -1.0], requires_grad=True)
     old, behaviour, advantage = torch.tensor([-1.1, -1.0]), torch.tensor([-1.3, -3.0]), torch.ones(2)
-    (decoupled,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, LossSettings()).loss.sum(), current)
+    (decoupled,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, PpoLoss()).loss.sum(), current)
     assert decoupled.tolist() == pytest.approx([-math.exp(0.1) * math.exp(0.2), -2.0])
-    bypass = LossSettings(correction="bypass", clip_high=100.0)
+    bypass = PpoLoss(correction="bypass", clip_high=100.0)
     (bypassed,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, bypass).loss.sum(), current)
     assert bypassed.tolist() == pytest.approx([-math.exp(0.3), -math.exp(2.0)])
     (ignored,) = torch.autograd.grad(policy_loss(current, old, behaviour, advantage, PLAIN).loss.sum(), current)
@@ -77,7 +79,7 @@ def test_decoupled_and_bypass_agree_while_nothing_is_clipped_or_capped() -> None
     behaviour, advantage = old + 0.05 * torch.randn(32, generator=generator), torch.randn(32, generator=generator)
     gradients = []
     for correction in ("decoupled", "bypass"):
-        settings = LossSettings(correction=correction, clip_low=0.9, clip_high=9.0, dual_clip=None)
+        settings = PpoLoss(correction=correction, clip_low=0.9, clip_high=9.0, dual_clip=None)
         loss = policy_loss(current, old, behaviour, advantage, settings).loss
         gradients.append(torch.autograd.grad(loss.sum(), current)[0])
     assert torch.allclose(*gradients)
@@ -85,7 +87,7 @@ def test_decoupled_and_bypass_agree_while_nothing_is_clipped_or_capped() -> None
 
 @pytest.mark.parametrize("correction", ["decoupled", "bypass", "none"])
 def test_replayed_tokens_treated_as_on_policy_have_weight_one(correction: str) -> None:
-    settings = LossSettings(correction=correction, dual_clip=None)
+    settings = PpoLoss(correction=correction, dual_clip=None)
     old, behaviour = torch.tensor([-1.0, -1.0]), torch.tensor([-9.0, -1.0])
     on_policy = torch.tensor([True, False])
     result = policy_loss(old.clone(), old, behaviour, torch.ones(2), settings, on_policy=on_policy)
@@ -96,7 +98,7 @@ def test_replayed_tokens_treated_as_on_policy_have_weight_one(correction: str) -
 def test_constants_get_no_gradient() -> None:
     leaves = [torch.zeros(2, requires_grad=True) for _ in range(5)]
     current, old, behaviour, advantage, reference = leaves
-    settings = LossSettings(kl_coef=0.1)
+    settings = PpoLoss(kl_coef=0.1)
     policy_loss(current, old, behaviour, advantage + 1, settings, reference=reference).loss.sum().backward()
     assert [leaf.grad is None for leaf in leaves] == [False, True, True, True, True]
 
@@ -119,10 +121,10 @@ def test_the_kl_term_is_bounded_as_the_settings_say() -> None:
     """At a log-ratio of 6 a token costs exp(6) - 7; verl's bounds make that 10, without gradient beyond them."""
     reference = torch.tensor([-1.0, -1.0, -1.0, -30.0])
 
-    def terms(**bounds: float) -> tuple[list[float], list[float]]:
+    def terms(**estimator: str) -> tuple[list[float], list[float]]:
         current = torch.tensor([-1.5, -7.0, -30.0, -1.0], requires_grad=True)
         here = current.detach()
-        settings = LossSettings.model_validate({"kl_coef": 1.0, **bounds})
+        settings = PpoLoss.model_validate({"kl_coef": 1.0, **estimator})
         loss = policy_loss(current, here, here, torch.zeros(4), settings, reference=reference).loss
         loss.sum().backward()
         return loss.tolist(), current.grad.tolist()
@@ -130,14 +132,14 @@ def test_the_kl_term_is_bounded_as_the_settings_say() -> None:
     costs, pulls = terms()
     assert costs == pytest.approx([0.148721, math.exp(6) - 7, math.exp(10) - 11, math.exp(-10) + 9], rel=1e-5)
     assert pulls == pytest.approx([1 - math.exp(0.5), 1 - math.exp(6), 0.0, 0.0])
-    costs, pulls = terms(kl_cap=10.0)
+    costs, pulls = terms(kl="low_var_kl")
     assert costs == pytest.approx([0.148721, 10, 10, 10], rel=1e-5)
     assert pulls == pytest.approx([1 - math.exp(0.5), 0.0, 0.0, 0.0])
 
 
 def test_kl_shares_the_correction_weight_and_entropy_does_not() -> None:
     old, behaviour, reference = torch.tensor([-1.0]), torch.tensor([-1.5]), torch.tensor([-1.2])
-    settings = LossSettings(kl_coef=0.5, entropy_coef=0.1)
+    settings = PpoLoss(kl_coef=0.5, entropy_coef=0.1)
     entropy = torch.tensor([2.0])
     result = policy_loss(old.clone(), old, behaviour, torch.ones(1), settings, reference=reference, entropy=entropy)
     kl = math.exp(-0.2) + 0.2 - 1
@@ -149,17 +151,20 @@ def test_kl_shares_the_correction_weight_and_entropy_does_not() -> None:
 def test_a_term_without_its_input_is_an_error() -> None:
     zeros = torch.zeros(2)
     with pytest.raises(ValueError, match="kl_coef"):
-        policy_loss(zeros, zeros, zeros, zeros, LossSettings(kl_coef=0.1))
+        policy_loss(zeros, zeros, zeros, zeros, PpoLoss(kl_coef=0.1))
     with pytest.raises(ValueError, match="entropy_coef"):
-        policy_loss(zeros, zeros, zeros, zeros, LossSettings(entropy_coef=0.1))
+        policy_loss(zeros, zeros, zeros, zeros, PpoLoss(entropy_coef=0.1))
 
 
 def test_aggregations_by_hand() -> None:
     loss, segment = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0, 0, 0, 1])
-    expected = {"token-mean": 2.5, "seq-mean-token-sum": 5.0, "seq-mean-token-mean": 3.0, "seq-mean-token-sum-norm": 0.2}
+    expected = {"token-mean": 2.5, "seq-mean-token-sum": 5.0, "seq-mean-token-mean": 3.0, 50: 0.2}
     for aggregation, value in expected.items():
         weights = token_weights(segment, settings_for(aggregation), Denominator(tokens=4, sequences=2))
         assert (weights * loss).sum().item() == pytest.approx(value)
+    groups = torch.tensor([3, 3, 3, 1])
+    weights = token_weights(segment, settings_for("prompt-mean"), Denominator(4, 2, prompts=2), groups)
+    assert (weights * loss).sum().item() == pytest.approx((2 + 4) / 2)
     with pytest.raises(ValueError, match="0 tokens"):
         token_weights(segment, PLAIN, Denominator(tokens=0, sequences=2))
 
@@ -184,7 +189,7 @@ def test_metrics_of_parts_merge_to_the_metrics_of_the_whole() -> None:
     generator = torch.Generator().manual_seed(2)
     current, old, behaviour = (-torch.rand(40, generator=generator) * 3 for _ in range(3))
     advantage, lag = torch.randn(40, generator=generator), torch.arange(40) % 6
-    settings = LossSettings()
+    settings = PpoLoss()
 
     def metrics(part: slice) -> LossMetrics:
         tensors = (t[part] for t in (current, old, behaviour, advantage))
@@ -201,7 +206,7 @@ def test_metrics_by_hand() -> None:
     behaviour = logprobs(0.25, 1.0, 1.0, 1.0)
     advantage = torch.tensor([1.0, -1.0, -1.0, 1.0])
     lag = torch.tensor([0, 0, 1, 5])
-    values = policy_loss(current, old, behaviour, advantage, LossSettings(), lag=lag).metrics.finalize()
+    values = policy_loss(current, old, behaviour, advantage, PpoLoss(), lag=lag).metrics.finalize()
     assert values["ratio_max"] == pytest.approx(4.0)
     assert (values["clip_low"], values["clip_high"], values["clip_dual"], values["capped"]) == (0.25, 0.25, 0.25, 0.25)
     assert values["effective_sample_size"] == pytest.approx(7**2 / (4 * 19))
@@ -214,8 +219,8 @@ def test_metrics_by_hand() -> None:
 
 def test_no_tokens_give_no_metrics_and_broken_ones_stay_finite() -> None:
     empty = torch.zeros(0)
-    result = policy_loss(empty, empty, empty, empty, LossSettings())
+    result = policy_loss(empty, empty, empty, empty, PpoLoss())
     assert result.metrics.finalize() == {}
-    far = policy_loss(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([-900.0]), torch.ones(1), LossSettings())
+    far = policy_loss(torch.tensor([0.0]), torch.tensor([0.0]), torch.tensor([-900.0]), torch.ones(1), PpoLoss())
     assert all(math.isfinite(value) for value in far.metrics.finalize().values())
     assert far.loss.item() == -2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-from rayloop.core.groups import Status, TrajectoryState
+from rayloop.core.groups import Credit, Status, TrajectoryState
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.replay import ReplayBuffer, ReplayRules
@@ -103,7 +103,7 @@ def test_a_resumed_run_draws_the_same() -> None:
 
 def test_a_stored_sample_forgets_its_groups_statistics() -> None:
     group = make_group(0, [1.0, 0.0])
-    annotated = group.map({0: replace(group.members[0], advantage=0.7, reference="its log-probs")})
+    annotated = group.map({0: replace(group.members[0], credit=Credit(0.7), reference="its log-probs")})
     buffer = ReplayBuffer(ON, seed=0)
     buffer.store(annotated)
     (stored,) = buffer.state()["task"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rayloop.config.settings import check_components
-from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.run.config import RunConfig, read
@@ -42,7 +42,7 @@ def test_a_block_is_valid_beside_model_data_and_reward(paper: str, tmp_path: Pat
 
 def test_dapo_leaves_out_answers_that_were_cut(tmp_path: Path) -> None:
     settings = loaded("DAPO", tmp_path).algorithm
-    group = with_advantages(make_group(0, [1.0, 0.0, 0.0]), settings.advantage.rules)
+    group = with_advantages(make_group(0, [1.0, 0.0, 0.0]), build_advantage(settings.advantage))
     cut = replace(group.members[1], summary=replace(group.members[1].summary, cut=True))
     filtered = apply_filters(group.map({1: cut}), build_filters(settings.filtering.filters))
     assert [member.kept for member in filtered.members] == [True, False, True]

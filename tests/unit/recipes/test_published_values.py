@@ -33,8 +33,11 @@ OURS_ALONE = {
     "algorithm.replay.kind": "none",
     "algorithm.staleness.max_staleness": 0,
     "algorithm.staleness.when_late": "wait",  # nothing is late without staleness
-    "policy.loss.norm_length": None,
-    "policy.loss.kl_cap": None,
+    "algorithm.advantage.use": "",
+    "algorithm.advantage.with": {},
+    "policy.loss.kind": "ppo",
+    "policy.loss.kl": "k3",
+    "policy.loss.top_entropy_quantile": 1.0,
     "evaluation.limit": None,
     "evaluation.patience": None,
     "evaluation.over": {},

@@ -13,12 +13,12 @@ from rayloop.chat.rendering import Renderer
 from rayloop.config.settings import check_components
 from rayloop.core.groups import Group
 from rayloop.data.dataset import Dataset
-from rayloop.grpo.advantage import with_advantages
+from rayloop.grpo.advantage import CheckedAdvantage, build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
-from rayloop.grpo.loss import Denominator, policy_loss, token_weights
+from rayloop.grpo.losses.policy import Denominator, token_weights
 from rayloop.grpo.selection import apply_filters, select
-from rayloop.grpo.settings import AdvantageSettings
 from rayloop.run.config import read
+from tests.support.losses import policy_loss
 from tests.support.pictures import picture
 from tests.support.runs import ROOT
 from tests.unit.groups import make_group
@@ -42,7 +42,7 @@ def named(path: Path) -> str:
     return f"{path.parts[-3]}-{path.stem}"
 
 
-def scored(number: int, rewards: list[float], rules: AdvantageSettings) -> Group:
+def scored(number: int, rewards: list[float], rules: CheckedAdvantage) -> Group:
     return with_advantages(make_group(number, rewards), rules)
 
 
@@ -89,7 +89,7 @@ def test_every_group_of_a_step_is_trained_once(preset: str) -> None:
     """The originals replace no group, so that a number of steps is a number of rows; equal rewards are all the same to them."""
     algorithm = read(ROOT / f"recipes/{preset}.yaml", []).algorithm
     size, target, settings = algorithm.group_size, algorithm.target, algorithm.filtering
-    groups = [scored(number, [1.0] * size, algorithm.advantage.rules) for number in range(algorithm.groups_per_step)]
+    groups = [scored(number, [1.0] * size, build_advantage(algorithm.advantage)) for number in range(algorithm.groups_per_step)]
     kept = [apply_filters(group, build_filters(settings.filters)) for group in groups]
     assert sum(len(group.kept) for group in select(kept, target, settings).train) == target
 
@@ -102,7 +102,7 @@ def test_the_trainers_own_logprobs_are_the_old_ones(path: Path) -> None:
     behaviour, advantage = torch.tensor([-1.5, -1.5]), torch.tensor([1.0, 0.5])
     reference = old if settings.kl_coef else None
     entropy = torch.zeros(2) if settings.entropy_coef else None
-    policy_loss(current, old, behaviour, advantage, settings, reference, entropy).loss.sum().backward()
+    policy_loss(current, old, behaviour, advantage, settings, reference=reference, entropy=entropy).loss.sum().backward()
     torch.testing.assert_close(current.grad, -advantage)
 
 

@@ -36,7 +36,6 @@ def test_the_order_holds_by_default(tmp_path: Path) -> None:
         ({"reward__timeout": 2400.0}, r"stall_timeout \(4500 s\) must be longer than 2 x reward\.timeout \(4800 s\)"),
         ({"environment__episode__step_timeout": 4000.0},
          r"environment\.episode_timeout \(3600 s\) must be longer than environment\.episode\.step_timeout \(4000 s\)"),
-        ({"weight_sync__timeout": 4500.0}, r"stall_timeout \(4500 s\) must be longer than weight_sync\.timeout \(4500 s\)"),
         ({"recovery__start_timeout": 4500.0}, r"recovery\.stall_timeout \(4500 s\) .* recovery\.start_timeout \(4500 s\)"),
     ],
 )  # fmt: skip

@@ -74,9 +74,12 @@ def test_what_does_not_fit_together_in_an_evaluation_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("changes", [{"greedy": False}, {"samples": 2}, {"over": {"rollout.sampling.max_tokens": 5}}])
-def test_a_temperature_that_no_answer_is_sampled_with_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
-    only: dict[str, object] = {"greedy": True, "samples": 0, "over": {"rollout.sampling.temperature": 0.5}}
-    with pytest.raises(ValueError, match=r"rollout\.sampling\.temperature has no effect.*greedy: false, or samples"):
+@pytest.mark.parametrize(("key", "value"), [("temperature", 0.5), ("top_p", 0.5), ("top_k", 5)])
+def test_a_temperature_that_no_answer_is_sampled_with_is_refused(
+    tmp_path: Path, changes: dict[str, object], key: str, value: float
+) -> None:
+    only: dict[str, object] = {"greedy": True, "samples": 0, "over": {f"rollout.sampling.{key}": value}}
+    with pytest.raises(ValueError, match=rf"rollout\.sampling\.{key} has no effect.*greedy: false, or samples"):
         config(tmp_path, **only)
     config(tmp_path, **{**only, **changes})
 

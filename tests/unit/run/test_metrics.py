@@ -10,9 +10,10 @@ import torch
 
 from benchmarks.pages.metrics import reference
 from rayloop.cluster.loop.loggers import open_logger
-from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Credit, Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImagesSent, Summary, Task, TrajectoryId, Version
-from rayloop.grpo.loss import LossMetrics
+from rayloop.grpo.losses.metrics import LossMetrics
+from rayloop.grpo.losses.surrogates import LossOutputs
 from rayloop.run.config import RunConfig
 from rayloop.run.records.metrics import METRICS, prometheus, validate
 from rayloop.run.records.step_metrics import Collected, step_metrics
@@ -105,7 +106,8 @@ def test_a_source_has_its_components_and_calls() -> None:
         )
         for i, (source, value, calls, _) in enumerate(rows)
     )  # fmt: skip
-    members = tuple(replace(member, advantage=row[3]) for member, row in zip(members, rows, strict=True))
+    credits = [None if row[3] is None else Credit(row[3]) for row in rows]
+    members = tuple(replace(member, credit=credit) for member, credit in zip(members, credits, strict=True))
     taken = Group(0, Task("t", ()), members[:3])
     found = step_metrics(Collected((taken,), (taken, Group(1, Task("u", ()), members[3:]))), target=4)
     assert found["reward/charts/component/calls/mean"] == 1
@@ -138,7 +140,7 @@ def test_what_the_loss_reports_is_in_the_table() -> None:
     ones = torch.ones(5)
     metrics = LossMetrics.of(
         ratio=ones,
-        clips=(ones > 0, ones > 0, ones > 0),
+        clips=LossOutputs(ones, ones > 0, ones > 0, ones > 0),
         capped=ones > 0,
         mismatch=ones,
         mismatch_k3=ones,

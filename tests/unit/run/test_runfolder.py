@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from rayloop.core.failures import ConfigError, RunNameInUse, StorageFailed
-from rayloop.core.groups import Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
+from rayloop.core.groups import Credit, Group, Member, Scored, Status, TrajectoryState, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Trajectory, TrajectoryId, Turn, Version
+from rayloop.rewards.saved import played
 from rayloop.run import lock
 from rayloop.run.folder import FORGETS, RunFolder, rollout_record
 from rayloop.run.lock import Holder
@@ -175,14 +176,14 @@ def test_truncation_leaves_each_step_once_and_loses_nothing(tmp_path: Path) -> N
 def _member(sample: int, outcome: Scored | Unscored, status: Status | None = None) -> Member:
     version = Version(1, 4)
     summary = Summary(TrajectoryId(7, sample), 0, "task-a", "digits", EndReason.DONE, 6, 2, 1, 1, 0, True, version, version)
-    return Member(summary, outcome, advantage=0.5 if isinstance(outcome, Scored) else None, status=status)
+    return Member(summary, outcome, credit=Credit(0.5) if isinstance(outcome, Scored) else None, status=status)
 
 
 def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     png = b"\x89PNG..."
     image = ImageRef("ab" * 32, 8, 9, (1, 2, 2), 1)
     prompt = Turn("user", (1, 2), (image,))
-    answer = Turn("assistant", (3, 4), logprobs=(-0.1, -0.2), version=Version(1, 4))
+    answer = Turn("assistant", (3, 4), logprobs=(-0.1, -0.2), version=Version(1, 4), reward=0.25)
     anew = Turn("context", (1, 2, 3, 4), (image,), restart=True)
     trajectory = Trajectory(
         TrajectoryId(7, 0), 0, "task-a", 11, (prompt, answer, anew, answer), Sampling(), EndReason.DONE, None, {image.sha256: png}
@@ -202,6 +203,7 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     assert (folder.rollouts.path / scored["images"][0]["file"]).read_bytes() == png
     assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1/2", ["3 4", FORGETS, "3 4"])
     assert scored["turns"][1]["images"] == []
+    assert [turn["reward"] for turn in scored["turns"]] == [turn.reward for turn in played(scored).turns[1:]] == [0.25, 0.0, 0.25]
     assert (scored["group"], scored["sample"], scored["step"], scored["versions"]) == (7, 0, 12, ["1.4", "1.4"])
     assert (scored["reward"], scored["components"], scored["flags"]) == (1.0, {"exact": 1.0}, ["late"])
     assert (scored["status"], scored["unscored"]) == ("filtered: too_long", None)

@@ -12,9 +12,9 @@ import pytest
 
 from rayloop.core.failures import DataFailure
 from rayloop.grpo.advantage import advantages as group
-from rayloop.grpo.loss import policy_loss
 from rayloop.recipes.arc_vision import reward
 from rayloop.recipes.pyvision import reward as paid
+from tests.support.losses import policy_loss
 from tests.vector_rules import advantages, algorithm, pyvision
 from tests.vectors import check, main, matches, read
 
@@ -181,5 +181,5 @@ def test_a_broken_function_is_a_mismatch_and_no_deviation(name: str, monkeypatch
 
 def test_the_default_kl_term_alone_is_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
     right = algorithm._kl_term
-    monkeypatch.setattr(algorithm, "_kl_term", lambda c, r, s: right(c, r, s) * (3 if s.kl_cap is None else 1))
+    monkeypatch.setattr(algorithm, "_kl_term", lambda c, r, s: right(c, r, s) * (3 if s.kl == "k3" else 1))
     assert mismatches() > 0

@@ -1,30 +1,35 @@
-"""Requests to the policy endpoint: the part of OpenAI's and vLLM's chat completions that a sampled policy can honour."""
+"""Requests for chat completions: the part of OpenAI's and vLLM's that a sampled policy can honour."""
 
 from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
+from jsonschema import Draft202012Validator, SchemaError
+from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rayloop.chat.calls import bodies, without_calls, written
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message
-from rayloop.serve_apps.web import ImagePart, TextPart
+from rayloop.web import ImagePart, TextPart
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (1, None), "top_k": (-1, 0, None), "min_p": (0, None), "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "repetition_penalty": (1, None), "top_logprobs": (0, None), "logit_bias": ({}, None),
-    "response_format": ({"type": "text"}, None),
-    "skip_special_tokens": (True, None), "ignore_eos": (False, None), "store": (False, None),
+    "top_logprobs": (0, None), "response_format": ({"type": "text"}, None), "skip_special_tokens": (True, None),
+    "ignore_eos": (False, None), "store": (False, None),
 }  # fmt: skip
-"""Keys that would change what is sampled or answered, and the values with which they do not. Others are refused, so that nothing is
-ignored in silence: the log-probs would be those of another distribution than the one that is sampled."""
+"""Keys that would change what is answered, and the values with which they do not. Others are refused, so that nothing is ignored
+in silence."""
+DISTRIBUTION: dict[str, tuple[Any, ...]] = {
+    "top_p": (1, None), "top_k": (-1, 0, None), "min_p": (0, None), "frequency_penalty": (0, None), "presence_penalty": (0, None),
+    "repetition_penalty": (1, None), "logit_bias": ({}, None),
+}  # fmt: skip
+"""Keys that would change the distribution that is sampled, and so the log-probs, and the values with which they do not."""
 
 
 class CalledFunction(BaseModel):
@@ -71,6 +76,23 @@ class ToolFunction(BaseModel):
     description: str = ""
     parameters: dict[str, Any] = {}
 
+    @model_validator(mode="after")
+    def _is_a_schema(self) -> ToolFunction:
+        if why := _no_schema(json.dumps(self.parameters)):
+            raise ValueError(f"parameters of {self.name} are no JSON schema: {why}")
+        return self
+
+
+@functools.lru_cache(512)
+def _no_schema(parameters: str) -> str:
+    """Why that is no JSON schema; "" when it is one."""
+    schema = json.loads(parameters)
+    try:
+        validator_for(schema, Draft202012Validator).check_schema(schema)
+    except SchemaError as error:
+        return f"{error.json_path}: {error.message}"
+    return ""
+
 
 class OfferedTool(BaseModel):
     """A tool that the policy may call."""
@@ -89,11 +111,13 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """A request for a chat completion. ``NEUTRAL`` keys are accepted with the values that change nothing."""
+    """A request for a chat completion. ``NEUTRAL`` keys are accepted with the values that change nothing; ``distribution`` has the
+    ``DISTRIBUTION`` keys with other values, which its reader refuses or ignores."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str = Field(max_length=256)
     messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
+    distribution: dict[str, Any] = Field({}, exclude=True, max_length=len(DISTRIBUTION))
     temperature: float | None = Field(None, ge=0, le=2)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -130,10 +154,14 @@ class ChatRequest(BaseModel):
     def _neutral(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        if "distribution" in body:
+            raise ValueError("distribution is no key of a request")
         for key, values in NEUTRAL.items():
             if key in body and body[key] not in values:
                 raise ValueError(f"{key}: {body[key]!r} is not supported, only {values[0]!r}")
-        return {key: value for key, value in body.items() if key not in NEUTRAL}
+        kept = {key: value for key, value in body.items() if key not in NEUTRAL and key not in DISTRIBUTION}
+        changed = {key: body[key] for key, values in DISTRIBUTION.items() if key in body and body[key] not in values}
+        return {**kept, "distribution": changed}
 
     @property
     def stops(self) -> tuple[str, ...]:

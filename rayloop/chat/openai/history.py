@@ -1,4 +1,4 @@
-"""Conversations that the endpoint remembers, so that they go on with the very tokens that were sampled. A client sends its whole
+"""Conversations that are remembered, so that they go on with the very tokens that were sampled. A client sends its whole
 history as texts each time, which may render to other tokens than the policy sampled. A known history continues as an episode does:
 its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer has ``exact: false``."""
 
@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayloop.chat.openai.api import ChatMessage, message_of
 from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import DataFailure
 from rayloop.core.threads import Cache
 from rayloop.core.traces import Trace
 from rayloop.core.types import Completion, ImageSource, Message, PromptImage, Sampling, TokenIds, Turn
-from rayloop.serve_apps.policy.api import ChatMessage, message_of
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """A conversation up to a prompt or an answer: its turns, its images in order, and the answer that it ``continues``. ``exact``:
     its sampled tokens are those that were sampled here; if not, ``why`` says where they differ. ``key`` is the digest of its first
-    ``messages`` messages."""
+    ``messages`` messages. ``name``: of the answer that it ends with."""
 
     turns: tuple[Turn, ...]
     images: tuple[PromptImage, ...]
@@ -32,6 +32,7 @@ class Conversation:
     exact: bool = True
     why: str = ""
     sampling: Sampling | None = None
+    name: str = ""
 
     @property
     def token_ids(self) -> TokenIds:
@@ -40,10 +41,7 @@ class Conversation:
 
     def answered(self, completion: Completion, sampling: Sampling) -> Conversation:
         """The conversation with one more sampled turn."""
-        turn = Turn(
-            "assistant", completion.token_ids, logprobs=completion.logprobs, version=completion.version, finish=completion.finish
-        )
-        return replace(self, turns=(*self.turns, turn), sampling=sampling)
+        return replace(self, turns=(*self.turns, completion.turn), sampling=sampling)
 
     def trace(self) -> Trace:
         """The conversation as a trace. Raises DataFailure unless it is ``exact``: then its tokens were not all sampled here."""
@@ -82,12 +80,14 @@ class Histories:
         whole = Conversation((_turn("prompt", rendered),), rendered.images, keys[-1], len(messages))
         return replace(whole, exact=False, why=self._why(messages, keys, rendered.token_ids)) if answered else whole
 
-    def remember(self, name: str, conversation: Conversation, answer: ChatMessage) -> None:
+    def remember(self, name: str, conversation: Conversation, answer: ChatMessage) -> Conversation:
         """Keep a conversation under the answer's ``name``, and under the messages that a client will send with that answer."""
         key = _key(conversation.key, answer)
-        self._by_name.put(name, replace(conversation, key=key, messages=conversation.messages + 1))
+        known = replace(conversation, key=key, messages=conversation.messages + 1, name=name)
+        self._by_name.put(name, known)
         self._by_key.put(key, name)
         self._by_key.put(b"after" + conversation.key, name)
+        return known
 
     def named(self, name: str) -> Conversation | None:
         """The conversation up to this answer, None when it is not known (any more)."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import inspect
 import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -19,24 +17,28 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
-from ray import serve
-from ray.serve import Application
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rayloop.core.failures import ConfigError, DataFailure, DeadlineExceeded, InfrastructureFailure
-from rayloop.core.files import new_secret
-from rayloop.serve_apps.settings import LimitSettings, PolicyLimits
+from rayloop.core.failures import DataFailure, DeadlineExceeded, InfrastructureFailure
 
 logger = logging.getLogger(__name__)
-
-Limits = LimitSettings | PolicyLimits
 
 OPEN = ("/healthz", "/openapi.json")
 """Paths that are answered without a key: whether the process lives, and the OpenAPI document."""
 RETRY_AFTER = 1
 """Seconds that a client should wait after a 503."""
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class BodyLimits(Protocol):
+    """How large a request's body may be, and the seconds in which it must arrive."""
+
+    @property
+    def bytes(self) -> int: ...  # noqa: D102
+
+    @property
+    def body_seconds(self) -> float: ...  # noqa: D102
 
 
 class Service(Protocol):
@@ -102,13 +104,20 @@ class ImagePart(BaseModel):
     image_url: ImageData
 
 
+Key = str | Callable[[bytes], bool]
+"""The key that clients must show ("" admits everybody), or whether one that is shown is admitted."""
+
+
 class Guard:
     """Middleware: checks the key, the body's size and its time, and answers an unexpected exception with a 503. It reads a body
     before the application is called, and never for an open path: a client without a key cannot occupy a replica."""
 
-    def __init__(self, app: ASGIApp, key: str, limits: Limits, who: str) -> None:
-        """``key`` "" admits everybody; ``who`` names the application in errors ("the judge")."""
-        self._app, self._key, self._limits, self._who = app, key.encode(), limits, who
+    def __init__(self, app: ASGIApp, key: Key, limits: BodyLimits, who: str) -> None:
+        """``who`` names the application in errors ("the judge")."""
+        self._app, self._limits, self._who = app, limits, who
+        expected = key.encode() if isinstance(key, str) else b""
+        self._open = key == ""
+        self._admits = (lambda shown: hmac.compare_digest(shown, expected)) if isinstance(key, str) else key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
@@ -161,17 +170,22 @@ class Guard:
         return b"".join(chunks)
 
     def _refused(self, scope: Scope) -> Response | None:
-        if not self._key or scope["path"] in OPEN:
+        if self._open or scope["path"] in OPEN:
             return None
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, token = given.partition(b" ")
-        if scheme.lower() != b"bearer" or not token.strip():
+        token = bearer(scope)
+        if not token:
             answer = problem(401, "no_key", f"show {self._who}'s key: Authorization: Bearer ...")
             answer.headers["WWW-Authenticate"] = "Bearer"
             return answer
-        if not hmac.compare_digest(token.strip(), self._key):
+        if not self._admits(token):
             return problem(403, "wrong_key", f"this is not {self._who}'s key")
         return None
+
+
+def bearer(scope: Scope) -> bytes:
+    """The key that a request shows; b"" for none."""
+    scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else b""
 
 
 def problem(status: int, code: str, message: str) -> Response:
@@ -198,8 +212,8 @@ KEY = [Depends(HTTPBearer(auto_error=False))]
 """Shows in the OpenAPI document that a route needs the key, which Guard checks."""
 
 
-def application(title: str, service: Service, key: str, limits: Limits, who: str, invalid: int = 422) -> FastAPI:
-    """An application with Guard, errors and the routes for health and metrics. ``key`` "" admits everybody."""
+def application(title: str, service: Service, key: Key, limits: BodyLimits, who: str, invalid: int = 422) -> FastAPI:
+    """An application with Guard, errors and the routes for health and metrics."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -231,20 +245,6 @@ def application(title: str, service: Service, key: str, limits: Limits, who: str
         return Response(service.scrape(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     return app
-
-
-def deployed(name: str, replica: type, settings: Any, *, what: str, **options: Any) -> Application:
-    """The application of Ray Serve with this class of replica and its ``settings``; ``what`` names it in errors. Makes the key file
-    when it is missing. Raises ConfigError without a key, unless ``settings.insecure``."""
-    if settings.key_file is not None:
-        new_secret(Path(settings.key_file), f"{what}'s key file")
-    elif not settings.insecure:
-        raise ConfigError("key_file: everybody who reaches the port could ask. Name a file, or set insecure: true on loopback")
-    if "backpressure_config" in inspect.signature(serve.deployment).parameters:  # since Ray 2.60
-        options["backpressure_config"] = {"retry_after_s": RETRY_AFTER}
-    ingress: Callable[[type], Any] = serve.ingress()
-    options |= {"max_queued_requests": settings.limits.queued, "health_check_period_s": 5, "health_check_timeout_s": 30}
-    return serve.deployment(name=name, **options)(ingress(replica)).bind(settings)
 
 
 def _answer(error: Exception, invalid: int) -> Response:

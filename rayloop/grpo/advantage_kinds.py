@@ -1,0 +1,201 @@
+"""Advantages beside GRPO's (docs/algorithm.md, section 3), a class for each. Rewards of a group that are all equal
+give zeros, except to single turns, whose returns differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field
+
+from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import AdvantageBroken
+from rayloop.core.groups import Credit, Member, Scored
+from rayloop.core.types import Streams
+from rayloop.grpo.advantage import advantages
+from rayloop.grpo.settings import AdvantageSettings
+
+EPS = 1e-6
+"""Added to standard deviations, as in GRPO."""
+CENTRED = AdvantageSettings(normalize_std=False)
+
+
+def rewards(members: Sequence[Member]) -> list[float]:
+    """The rewards of scored members."""
+    return [member.reward for member in members]
+
+
+class Rloo:
+    """RLOO (arXiv:2402.14740): the reward minus the mean of the other members' rewards."""
+
+    def credits(self, members: Sequence[Member]) -> list[float]:
+        """``n / (n - 1) * (r - mean)``."""
+        n = len(members)
+        return [n / (n - 1) * value for value in advantages(rewards(members), CENTRED).values]
+
+
+class BatchScaled:
+    """The reward minus its group's mean, divided by one deviation of the whole step. ``of: advantages`` is REINFORCE++'s baseline
+    form (arXiv:2501.03262), ``of: rewards`` LitePPO's (arXiv:2508.08221; TRL's ``scale_rewards: batch``)."""
+
+    class Settings(SettingsModel):
+        """Keys of ``with``."""
+
+        of: Literal["advantages", "rewards"] = "advantages"
+        """Whose deviation it is, over the trajectories that the step trains."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._of = settings.of
+
+    def credits(self, members: Sequence[Member]) -> list[Credit]:
+        """``r - mean``, before ``over_step``."""
+        values = advantages(rewards(members), CENTRED).values
+        bases = values if self._of == "advantages" else rewards(members)
+        return [Credit(value, base=base) for value, base in zip(values, bases, strict=True)]
+
+    def over_step(self, steps: Sequence[Sequence[Credit]]) -> list[list[Credit]]:
+        """Divides by the unbiased deviation; zeros stay zeros."""
+        return _scaled(steps, [credit.base for group in steps for credit in group], centred=False)
+
+
+class Gdpo:
+    """GDPO (arXiv:2601.05242, equations 4 to 6): each component of the reward is normalised in its group, their weighted sum
+    over the step."""
+
+    class Settings(SettingsModel):
+        """Keys of ``with``."""
+
+        weights: dict[str, float] = Field(min_length=1)
+        """Component of the reward -> its weight, for example ``{iou: 1.0, format: 0.5}``."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._weights = settings.weights
+
+    def credits(self, members: Sequence[Member]) -> list[Credit]:
+        """The weighted sum, before ``over_step``. Raises AdvantageBroken for a component that a member has not."""
+        totals = [0.0] * len(members)
+        for name, weight in self._weights.items():
+            parts = advantages([_component(member, name) for member in members], AdvantageSettings()).values
+            totals = [total + weight * part for total, part in zip(totals, parts, strict=True)]
+        return [Credit(total, base=total) for total in totals]
+
+    def over_step(self, steps: Sequence[Sequence[Credit]]) -> list[list[Credit]]:
+        """Subtracts the step's mean and divides by its unbiased deviation."""
+        return _scaled(steps, [credit.base for group in steps for credit in group], centred=True)
+
+
+class MaxRl:
+    """MaxRL (arXiv:2602.02710): ``(r - mean) / mean``, so that a rare success weighs as much as the likelihood of any success asks
+    for. For rewards of 0 and more; a group of zeros has zeros."""
+
+    def credits(self, members: Sequence[Member]) -> list[float]:
+        """Raises AdvantageBroken for a reward below 0."""
+        values = rewards(members)
+        if min(values) < 0:
+            raise AdvantageBroken(f"maxrl divides by the mean reward, which needs rewards of 0 and more; got {min(values):g}")
+        mean = statistics.mean(values)
+        return [0.0 if mean == 0 else value / mean for value in advantages(values, CENTRED).values]
+
+
+class TurnReturns:
+    """Each turn's discounted return ``sum of gamma^(k - t) * r_k over k >= t``, minus the mean and over the deviation of all turns
+    of the group. ``r_k`` is the environment's reward of turn k; the last turn also has what the trajectory's reward is above their
+    sum."""
+
+    class Settings(SettingsModel):
+        """Keys of ``with``."""
+
+        gamma: float = Field(0.95, gt=0, le=1)
+        """Discount of a turn."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._gamma = settings.gamma
+
+    def credits(self, members: Sequence[Member]) -> list[Credit]:
+        """One advantage for each turn."""
+        returns = [turn_returns(member, self._gamma) for member in members]
+        scaled = iter(_normalised([value for turns in returns for value in turns]))
+        return [Credit.of_turns([next(scaled) for _ in turns]) for turns in returns]
+
+
+class Gigpo:
+    """GiGPO (arXiv:2505.10978, equations 3 to 8): the trajectory's advantage in its group, plus ``omega`` times the turn's among
+    the turns of the group that began at the same state: a screen and text that are equal byte for byte (``Summary.states``)."""
+
+    class Settings(SettingsModel):
+        """Keys of ``with``."""
+
+        gamma: float = Field(0.95, gt=0, le=1)
+        """Discount of a turn in its return."""
+        omega: float = Field(1.0, ge=0)
+        """Weight of the turn's part."""
+        normalize_std: bool = True
+        """Divide both parts by their deviation."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def credits(self, members: Sequence[Member]) -> list[Credit]:
+        """One advantage for each turn. Raises AdvantageBroken for a trajectory without states."""
+        s = self._settings
+        episode = advantages(rewards(members), AdvantageSettings(normalize_std=s.normalize_std)).values
+        same = defaultdict[str, list[tuple[int, int, float]]](list)
+        for i, member in enumerate(members):
+            if len(member.summary.states) != member.summary.turns:
+                raise AdvantageBroken(f"gigpo compares turns by their states, which trajectory {member.summary.id} has not")
+            for t, (state, value) in enumerate(zip(member.summary.states, turn_returns(member, s.gamma), strict=True)):
+                same[state].append((i, t, value))
+        turns = [[value] * member.summary.turns for value, member in zip(episode, members, strict=True)]
+        for steps in same.values():
+            for (i, t, _), value in zip(steps, _normalised([v for _, _, v in steps], s.normalize_std), strict=True):
+                turns[i][t] += s.omega * value
+        return [Credit.of_turns(values) for values in turns]
+
+
+class Distill:
+    """On-policy distillation (thinkingmachines.ai/blog/on-policy-distillation, 2025; MiniLLM, arXiv:2306.08543): no policy gradient
+    of the reward; the KL term against the reference (``reference.path``) is the loss. No group is needed."""
+
+    min_group = 1
+
+    def credits(self, members: Sequence[Member]) -> list[Credit]:
+        """No advantage, and no weight in the policy gradient."""
+        return [Credit(0.0, streams=Streams(rl=0.0)) for _ in members]
+
+
+def turn_returns(member: Member, gamma: float) -> list[float]:
+    """The discounted return of each sampled turn; the undiscounted one of the first is the trajectory's reward. Raises
+    AdvantageBroken for another number of rewards than of turns."""
+    turns = member.summary.turns
+    steps = list(member.summary.turn_rewards) or [0.0] * turns
+    if len(steps) != turns:
+        raise AdvantageBroken(f"trajectory {member.summary.id} has {len(steps)} turn_rewards for {turns} sampled turns")
+    if steps:
+        steps[-1] += member.reward - sum(steps)
+    total, found = 0.0, list[float]()
+    for reward in reversed(steps):
+        total = reward + gamma * total
+        found.append(total)
+    return found[::-1]
+
+
+def _component(member: Member, name: str) -> float:
+    components = member.outcome.components if isinstance(member.outcome, Scored) else {}
+    if name not in components:
+        known = ", ".join(components) or "none"
+        raise AdvantageBroken(f"gdpo: with.weights names {name!r}; the components of trajectory {member.summary.id} are: {known}")
+    return components[name]
+
+
+def _normalised(values: Sequence[float], by_deviation: bool = True) -> Sequence[float]:
+    """GRPO's formula; a lone value has 0."""
+    return advantages(values, AdvantageSettings(normalize_std=by_deviation)).values if len(values) > 1 else [0.0] * len(values)
+
+
+def _scaled(steps: Sequence[Sequence[Credit]], bases: Sequence[float], *, centred: bool) -> list[list[Credit]]:
+    deviation = statistics.stdev(bases) + EPS if len(bases) > 1 else 1.0
+    mean = statistics.mean(bases) if centred and bases else 0.0
+    return [[dataclasses.replace(c, advantage=(c.advantage - mean) / deviation) for c in group] for group in steps]

@@ -1,0 +1,59 @@
+"""The weight of a token for the gap between the engine that sampled and the trainer (docs/algorithm.md, section 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayloop.grpo.losses.settings import Correction
+from rayloop.grpo.losses.surrogates import RATIO_BOUND, LossInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """``weight`` [N] without gradient; ``bounded`` [N] bool: where the rule truncated or masked."""
+
+    weight: Tensor
+    bounded: Tensor
+
+
+def anchor(old: Tensor, behaviour: Tensor, rule: Correction | None) -> Tensor:
+    """The log-probs [N] in the ratio's denominator: the trainer's old ones (decoupled PPO, arXiv:2110.00641), or the engine's with
+    ``bypass`` (PPO, arXiv:1707.06347)."""
+    return behaviour if rule is not None and rule.bypass else old
+
+
+def weights(inputs: LossInputs, old: Tensor, rule: Correction | None) -> Weights:
+    """The importance weight ``exp(old - behaviour)`` of each token.
+
+    token, truncate: truncated importance sampling (TIS, IMPALA, arXiv:1802.01561; AReaL, arXiv:2505.24298). token, mask: IcePop
+    (ringtech.notion.site/icepop, 2025). sequence and geometric: TIS and masked importance sampling over trajectories (Liu, Li et
+    al., "When Speed Kills Stability", 2025). A masked token keeps its place in the denominator of the aggregation.
+    """
+    ones, nowhere = torch.ones_like(old), torch.zeros_like(old, dtype=torch.bool)
+    if rule is None:
+        return Weights(ones, nowhere)
+    gap = old - inputs.behaviour
+    level = {"token": lambda: gap, "sequence": lambda: inputs.total(gap), "geometric": lambda: inputs.mean(gap)}[rule.level]()
+    ratio = torch.exp(level.clamp(-RATIO_BOUND, RATIO_BOUND))
+    bounded = (ratio < rule.low) | (ratio > rule.high)
+    weight = ratio.clamp(rule.low, rule.high) if rule.action == "truncate" else (ones if rule.bypass else ratio) * ~bounded
+    left_out = _left_out(inputs, gap, rule)
+    return Weights(weight, bounded) if left_out is None else Weights(weight * ~left_out, bounded | left_out)
+
+
+def _left_out(inputs: LossInputs, gap: Tensor, rule: Correction) -> Tensor | None:
+    """Where a whole trajectory counts nothing: bool [N]; None without such a rule."""
+    if rule.veto is None and rule.off_policy is None:
+        return None
+    left_out = torch.zeros_like(gap, dtype=torch.bool)
+    if rule.veto is not None:
+        own = torch.exp(gap.clamp(-RATIO_BOUND, RATIO_BOUND))
+        outside = (own < rule.veto[0]) | (own > rule.veto[1])
+        left_out = inputs.total(outside.to(gap)) > 0
+    if rule.off_policy is not None:
+        less_likely = inputs.mean((inputs.behaviour - inputs.current).detach()) > rule.off_policy
+        left_out = left_out | (less_likely & (inputs.mean(inputs.advantage) < 0))
+    return left_out

@@ -1,0 +1,109 @@
+"""What the trainer logs of its loss, as sums that ranks and micro-batches add up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rayloop.grpo.losses.surrogates import RATIO_BOUND, LossOutputs
+
+LAG_BUCKETS = 4
+"""k3 is split by version lag 0, 1, 2 and 3 or more."""
+SHARES = ("clip_low", "clip_high", "clip_dual", "capped")
+"""Masks of tokens, which ``finalize`` gives as fractions."""
+SUMS = (
+    *("tokens", *SHARES, "weight", "weight_squared", "mismatch", "mismatch_k3"),
+    *("kl_tokens", "kl", "entropy_tokens", "entropy"),
+    *(f"{name}_{i}" for name in ("lag_tokens", "lag_k3", "lag_mismatch") for i in range(LAG_BUCKETS)),
+)
+MAXIMA = ("ratio", "mismatch")
+
+
+@dataclass(frozen=True, slots=True)
+class LossMetrics:
+    """``sums`` [len(SUMS)] and ``maxima`` [len(MAXIMA)], float64: all-reduce with SUM and MAX, then ``finalize``."""
+
+    sums: Tensor
+    maxima: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device | str = "cpu") -> LossMetrics:
+        """Returns the metrics of no token, which a rank without tokens contributes."""
+        sums, maxima = (torch.zeros(len(names), dtype=torch.float64, device=device) for names in (SUMS, MAXIMA))
+        return cls(sums, maxima)
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        ratio: Tensor,
+        clips: LossOutputs,
+        capped: Tensor,
+        mismatch: Tensor,
+        mismatch_k3: Tensor,
+        kl: Tensor | None = None,
+        entropy: Tensor | None = None,
+        lag: Tensor | None = None,
+    ) -> LossMetrics:
+        """Returns the metrics of per-token values [N]. ``clips``: its masks; ``mismatch``: old - behaviour, nats."""
+        weight = torch.exp(mismatch.double().clamp(-RATIO_BOUND, RATIO_BOUND))
+        low, high, dual = (
+            torch.zeros_like(ratio, dtype=torch.bool) if clip is None else clip for clip in (clips.low, clips.high, clips.dual)
+        )
+        tokens = torch.full((), float(ratio.numel()), dtype=torch.float64, device=ratio.device)
+        none = torch.zeros((), dtype=torch.float64, device=ratio.device)
+        sums = [tokens, *map(_sum, (low, high, dual, capped, weight, weight.square(), mismatch.abs(), mismatch_k3))]
+        for values in (kl, entropy):
+            sums += [none, none] if values is None else [tokens, _sum(values)]
+        if lag is None:
+            sums += [none] * (3 * LAG_BUCKETS)
+        else:
+            buckets = [lag.clamp(0, LAG_BUCKETS - 1) == i for i in range(LAG_BUCKETS)]
+            sums += [_sum(bucket) for bucket in buckets] + [_sum(mismatch_k3 * bucket) for bucket in buckets]
+            sums += [_sum(mismatch.abs() * bucket) for bucket in buckets]
+        return cls(torch.stack(sums), torch.stack([_max(ratio), _max(mismatch.abs())]))
+
+    def merge(self, other: LossMetrics) -> LossMetrics:
+        """The metrics of both sets of tokens."""
+        return LossMetrics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+
+    def finalize(self) -> dict[str, float]:
+        """Returns name -> value for the log; empty without tokens.
+
+        ``ratio_max``; ``clip_low``, ``clip_high``, ``clip_dual``, ``capped``: fractions of tokens;
+        ``effective_sample_size``: (sum w)^2 / (n * sum w^2) in (0, 1] with w = exp(old - behaviour), uncapped;
+        ``logprob_mismatch_mean``, ``logprob_mismatch_max``: |old - behaviour| in nats; ``logprob_mismatch_k3``; mean and k3
+        also by version lag, ``.../lag_<i>``; ``kl`` (k3 to the reference) and ``entropy``, in nats, when computed.
+        """
+        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
+        maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
+        n = sums["tokens"]
+        if n == 0:
+            return {}
+        values = {name: sums[name] / n for name in SHARES}
+        values |= {
+            "ratio_max": maxima["ratio"],
+            "effective_sample_size": sums["weight"] ** 2 / (n * sums["weight_squared"]),
+            "logprob_mismatch_mean": sums["mismatch"] / n,
+            "logprob_mismatch_max": maxima["mismatch"],
+            "logprob_mismatch_k3": sums["mismatch_k3"] / n,
+        }
+        for i in range(LAG_BUCKETS):
+            if tokens := sums[f"lag_tokens_{i}"]:
+                values[f"logprob_mismatch_k3/lag_{i}"] = sums[f"lag_k3_{i}"] / tokens
+                values[f"logprob_mismatch_mean/lag_{i}"] = sums[f"lag_mismatch_{i}"] / tokens
+        for name in ("kl", "entropy"):
+            if tokens := sums[f"{name}_tokens"]:
+                values[name] = sums[name] / tokens
+        return values
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.detach().double().sum()
+
+
+def _max(values: Tensor) -> Tensor:
+    """The maximum of values >= 0, 0 when there are none."""
+    return torch.cat([values.detach().double(), values.new_zeros(1, dtype=torch.float64)]).max()

@@ -1,0 +1,143 @@
+"""The surrogates of the loss, a function for each kind: what a token costs before KL, entropy and aggregation. One's own goes in by
+``policy.loss.use`` (docs/bring_your_own/loss.md).
+
+N is the number of loss tokens of a micro-batch: the sampled tokens of its trajectories, one trajectory after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayloop.core.failures import ConfigError
+from rayloop.grpo.losses.settings import CispoLoss, DppoLoss, GspoLoss, LossSettings, OwnLoss, PpoLoss, ReinforceLoss, SapoLoss
+
+RATIO_BOUND = 20.0
+"""Log-ratios are clamped to ±20 before exp, as in verl: far outside any clip range, and no broken token overflows a sum."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """Of each token [N]: log-probs in nats, advantages, and ``segment``, int64 >= 0, the trajectory of the token. A trajectory is
+    never split over micro-batches. ``current`` and ``entropy`` carry the gradient, all others are constants. ``anchor``: the
+    log-probs in the ratio's denominator, the trainer's old ones or, with ``correction: bypass``, the engine's (``behaviour``)."""
+
+    current: Tensor
+    anchor: Tensor
+    behaviour: Tensor
+    advantage: Tensor
+    segment: Tensor
+    reference: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @property
+    def ratio(self) -> Tensor:
+        """``exp(current - anchor)`` [N], with gradient."""
+        return torch.exp((self.current - self.anchor).clamp(-RATIO_BOUND, RATIO_BOUND))
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of ``values`` [N] over each token's trajectory, at each token [N]."""
+        return self.total(values) / torch.bincount(self.segment)[self.segment]
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of ``values`` [N] over each token's trajectory, at each token [N]."""
+        lengths = torch.bincount(self.segment)
+        return values.new_zeros(len(lengths)).index_add(0, self.segment, values)[self.segment]
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutputs:
+    """``loss`` [N] with gradient. ``low``, ``high``, ``dual``: where a clip applies (bool [N]), for the metrics; None: nowhere."""
+
+    loss: Tensor
+    low: Tensor | None = None
+    high: Tensor | None = None
+    dual: Tensor | None = None
+
+
+Surrogate = Callable[[LossInputs], LossOutputs]
+
+
+def ppo(inputs: LossInputs, settings: PpoLoss) -> LossOutputs:
+    """``-min(r * A, clip(r) * A)`` (arXiv:1707.06347, equation 7). For A < 0 at most ``dual_clip * |A|`` (arXiv:1912.09729)."""
+    out = _clipped(inputs.ratio, inputs.advantage, settings.clip_low, settings.clip_high)
+    if settings.dual_clip is None:
+        return out
+    ceiling = -settings.dual_clip * inputs.advantage
+    dual = (inputs.advantage < 0) & (out.loss > ceiling)
+    return LossOutputs(torch.where(dual, ceiling, out.loss), out.low, out.high, dual)
+
+
+def gspo(inputs: LossInputs, settings: GspoLoss) -> LossOutputs:
+    """PPO's clip on ``s = exp(mean over the trajectory of current - anchor)`` (arXiv:2507.18071, equations 7 and 14). The value is
+    the trajectory's, the gradient each token's own."""
+    moved = inputs.mean((inputs.current - inputs.anchor).detach())
+    ratio = torch.exp((inputs.current - inputs.current.detach() + moved).clamp(-RATIO_BOUND, RATIO_BOUND))
+    return _clipped(ratio, inputs.advantage, settings.clip_low, settings.clip_high)
+
+
+def cispo(inputs: LossInputs, settings: CispoLoss) -> LossOutputs:
+    """``-sg(clip(r)) * A * current`` (arXiv:2506.13585, equations 4 and 5)."""
+    ratio = inputs.ratio.detach()
+    weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return LossOutputs(-weight * inputs.advantage * inputs.current, weight > ratio, weight < ratio)
+
+
+def sapo(inputs: LossInputs, settings: SapoLoss) -> LossOutputs:
+    """``-A * sigmoid(tau * (r - 1)) * 4 / tau`` (arXiv:2511.20347, equations 5 and 6): at a ratio of 1 the gradient is PPO's."""
+    positive, negative = settings.temperatures
+    tau = torch.where(inputs.advantage > 0, positive, negative).to(inputs.current.dtype)
+    return LossOutputs(-inputs.advantage * torch.sigmoid(tau * (inputs.ratio - 1)) * 4 / tau)
+
+
+DPPO_CAP = 20.0
+"""Largest weight of a token in ``dppo``, as prime-rl and verl have it."""
+
+
+def dppo(inputs: LossInputs, settings: DppoLoss) -> LossOutputs:
+    """``-A * sg(min(r, 20)) * current`` while the probability stays near the engine's, else 0 (arXiv:2602.04879)."""
+    moved = (inputs.current.exp() - inputs.anchor.exp()).detach()
+    high = (inputs.advantage > 0) & (moved > settings.clip_high)
+    low = (inputs.advantage <= 0) & (moved < -settings.clip_low)
+    loss = -inputs.advantage * inputs.ratio.detach().clamp(max=DPPO_CAP) * inputs.current
+    return LossOutputs(loss * ~(high | low), low, high)
+
+
+def reinforce(inputs: LossInputs, settings: ReinforceLoss) -> LossOutputs:
+    """``-A * current``."""
+    return LossOutputs(-inputs.advantage * inputs.current)
+
+
+LOSSES: dict[type[LossSettings], Callable[[LossInputs, Any], LossOutputs]] = {
+    PpoLoss: ppo, GspoLoss: gspo, CispoLoss: cispo, SapoLoss: sapo, DppoLoss: dppo, ReinforceLoss: reinforce,
+}  # fmt: skip
+
+
+def surrogate(settings: LossSettings) -> Surrogate:
+    """The function of these settings. Raises ConfigError, pydantic.ValidationError for a loss of your own."""
+    if not isinstance(settings, OwnLoss):
+        kind = LOSSES[type(settings)]
+        return lambda inputs: kind(inputs, settings)
+    made = settings.build()
+    own = made.loss if hasattr(made, "loss") else made
+
+    def checked(inputs: LossInputs) -> LossOutputs:
+        found = own(inputs)
+        out = LossOutputs(found) if isinstance(found, Tensor) else found
+        if not isinstance(out, LossOutputs) or out.loss.shape != inputs.current.shape:
+            got = f"shape {tuple(out.loss.shape)}" if isinstance(out, LossOutputs) else type(found).__name__
+            n = len(inputs.current)
+            raise ConfigError(f"policy.loss.use: {settings.use} returned {got}; expected the loss of each token, shape ({n},)")
+        return out
+
+    return checked
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> LossOutputs:
+    plain, bound = -ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage
+    clipped = bound > plain
+    return LossOutputs(torch.maximum(plain, bound), clipped & (advantage < 0), clipped & (advantage > 0))

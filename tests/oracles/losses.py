@@ -1,0 +1,264 @@
+"""The losses of an update, written from their papers on rows of their own, one trajectory each, in plain loops over tokens. Nothing
+of the product is imported. A log-prob is a scalar tensor in float64, so that autograd gives the gradient. ``update`` takes the keys
+of ``policy.loss`` as a configuration has them (``kl_term`` for ``kl``), with the papers' defaults."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Row = list[Tensor]
+"""A value for each token of one trajectory."""
+
+
+@dataclass(frozen=True)
+class One:
+    """A trajectory. ``rl``, ``ref_kl`` and ``ce`` are its weights in the three streams."""
+
+    current: Row
+    old: Row
+    behaviour: Row
+    reference: Row
+    entropy: Row
+    advantages: list[float]
+    group: int = 0
+    rl: float = 1.0
+    ref_kl: float = 1.0
+    ce: float = 0.0
+
+
+# Surrogates ------------------------------------------------------------------------------------------------------------------
+
+
+def _clipped(r: Tensor, a: float, low: float, high: float) -> Tensor:
+    return -torch.minimum(r * a, torch.clip(r, 1 - low, 1 + high) * a)
+
+
+def ppo(current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float, dual: float | None) -> Row:
+    """arXiv:1707.06347, equation 7, with the ceiling of arXiv:1912.09729, equation 5."""
+    losses = []
+    for c, o, a in zip(current, anchor, advantages, strict=True):
+        loss = _clipped(torch.exp(c - o), a, low, high)
+        losses.append(torch.minimum(loss, torch.tensor(-dual * a, dtype=loss.dtype)) if dual is not None and a < 0 else loss)
+    return losses
+
+
+def gspo(current: Row, anchor: Row, advantage: float, low: float, high: float) -> Tensor:
+    """arXiv:2507.18071, equations 5 and 7: the loss of a whole trajectory."""
+    s = torch.exp(sum((c - o for c, o in zip(current, anchor, strict=True)), torch.tensor(0.0)) / len(current))
+    return _clipped(s, advantage, low, high)
+
+
+def gspo_token(current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float) -> Row:
+    """arXiv:2507.18071, equation 14: the trajectory's ratio, without gradient, times each token's own over itself."""
+    s = math.exp(sum(float((c - o).detach()) for c, o in zip(current, anchor, strict=True)) / len(current))
+    return [_clipped(s * torch.exp(c - c.detach()), a, low, high) for c, a in zip(current, advantages, strict=True)]
+
+
+def cispo(current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float) -> Row:
+    """arXiv:2506.13585, equations 4 and 5."""
+    ratios = [min(max(float((c - o).detach().exp()), 1 - low), 1 + high) for c, o in zip(current, anchor, strict=True)]
+    return [-r * a * c for r, a, c in zip(ratios, advantages, current, strict=True)]
+
+
+def sapo(current: Row, anchor: Row, advantages: Sequence[float], positive: float, negative: float) -> Row:
+    """arXiv:2511.20347, equations 5 and 6."""
+    losses = []
+    for c, o, a in zip(current, anchor, advantages, strict=True):
+        tau = positive if a > 0 else negative
+        losses.append(-(4 / tau) / (1 + torch.exp(-tau * (torch.exp(c - o) - 1))) * a)
+    return losses
+
+
+def dppo(current: Row, anchor: Row, advantages: Sequence[float], low: float, high: float) -> Row:
+    """arXiv:2602.04879 with the binary total variation, in the form of verl and prime-rl."""
+    losses = []
+    for c, b, a in zip(current, anchor, advantages, strict=True):
+        change = float((c.exp() - b.exp()).detach())
+        left_out = change > high if a > 0 else change < -low
+        losses.append(0 * c if left_out else -a * min(float((c - b).detach().exp()), 20.0) * c)
+    return losses
+
+
+def reinforce(current: Row, anchor: Row, advantages: Sequence[float]) -> Row:
+    return [-a * c for c, a in zip(current, advantages, strict=True)]
+
+
+SURROGATES: dict[str, tuple[Callable[..., Row], dict[str, Any]]] = {
+    "ppo": (ppo, {"low": 0.2, "high": 0.2, "dual": 3.0}),
+    "gspo": (gspo_token, {"low": 3e-4, "high": 4e-4}),
+    "cispo": (cispo, {"low": 1.0, "high": 4.0}),
+    "sapo": (sapo, {"positive": 1.0, "negative": 1.05}),
+    "dppo": (dppo, {"low": 0.2, "high": 0.2}),
+    "reinforce": (reinforce, {}),
+}
+"""Each kind's formula and its paper's numbers."""
+KEYS = {"clip_low": "low", "clip_high": "high", "dual_clip": "dual"}
+OVER_TRAJECTORIES = ("gspo", "sapo")
+"""Kinds whose papers average over the trajectories' means."""
+
+
+# The gap between engine and trainer ------------------------------------------------------------------------------------------
+
+
+def weights(
+    one: One,
+    level: str = "token",
+    action: str = "truncate",
+    low: float = 0.0,
+    high: float = 2.0,
+    veto: Sequence[float] | None = None,
+    off_policy: float | None = None,
+    bypass: bool = False,
+) -> list[float]:
+    """Truncated importance sampling (arXiv:1802.01561), IcePop (a mask on tokens), their forms over trajectories, the veto on
+    outliers, and the mask of DeepSeek-V3.2 (arXiv:2512.02556, equation 9). With ``bypass`` the ratio has the gap already."""
+    gaps = [float(o - b) for o, b in zip(one.old, one.behaviour, strict=True)]
+    n = len(gaps)
+    match level:
+        case "token":
+            ratios = [math.exp(gap) for gap in gaps]
+        case "sequence":
+            ratios = [math.exp(sum(gaps))] * n
+        case _:
+            ratios = [math.exp(sum(gaps) / n)] * n
+    if action == "truncate":
+        found = [min(max(r, low), high) for r in ratios]
+    else:
+        found = [(1.0 if bypass else r) if low <= r <= high else 0.0 for r in ratios]
+    vetoed = veto is not None and any(not veto[0] <= math.exp(gap) <= veto[1] for gap in gaps)
+    moved = sum(float((b - c).detach()) for b, c in zip(one.behaviour, one.current, strict=True)) / n
+    dropped = off_policy is not None and sum(one.advantages) < 0 and moved > off_policy
+    return [0.0] * n if vetoed or dropped else found
+
+
+# KL to the reference (joschu.net/blog/kl-approx.html) ------------------------------------------------------------------------
+
+
+def kl(c: Tensor, f: Tensor, estimator: str) -> Tensor:
+    """Of one token. Log-ratios stop at 10 nats, and so does the gradient; ``low_var_kl`` itself stops at 10."""
+    if estimator == "low_var_kl":
+        d = f - c
+        return torch.minimum(torch.exp(d) - d - 1, torch.tensor(10.0, dtype=d.dtype))
+    d = torch.clip(c - f, -10, 10)
+    k2, k3 = d * d / 2, torch.exp(-d) + d - 1
+    return {"k1": d, "k2": k2, "k3": k3, "k3+": k2 + (k3 - k2).detach()}[estimator]
+
+
+def returns_to_go(values: Sequence[float]) -> list[float]:
+    """A reward of each token counts for it and all before it (arXiv:1909.08593)."""
+    return [sum(values[t:]) for t in range(len(values))]
+
+
+def top(entropy: Sequence[float], share: float) -> list[bool]:
+    """arXiv:2506.01939: the ``share`` of tokens with the most entropy, rounded up; of equal ones the earlier."""
+    ranked = sorted(range(len(entropy)), key=lambda t: (-entropy[t], t))
+    chosen = ranked[: math.ceil(share * len(entropy))]
+    return [t in chosen for t in range(len(entropy))]
+
+
+# Aggregation -----------------------------------------------------------------------------------------------------------------
+
+
+def aggregate(rows: Sequence[Row], how: str | float, groups: Sequence[int], of_stream: Sequence[float]) -> Tensor:
+    """One number of a stream of an update, from the losses of all its tokens. A trajectory whose weight in the stream is 0 is not
+    in its denominator; under prompt-mean a group then weighs as much as the share of its tokens that is in the stream."""
+    whole = defaultdict[int, int](int)
+    for row, group in zip(rows, groups, strict=True):
+        whole[group] += len(row)
+    here = [(torch.stack(row).sum() * w, len(row), g) for row, g, w in zip(rows, groups, of_stream, strict=True) if w != 0]
+    if not here:
+        return torch.tensor(0.0, dtype=torch.float64)
+    match how:
+        case "token-mean":
+            return sum(s for s, _, _ in here) / sum(n for _, n, _ in here)
+        case "seq-mean-token-sum":
+            return sum(s for s, _, _ in here) / len(here)
+        case "seq-mean-token-mean":
+            return sum(s / n for s, n, _ in here) / len(here)
+        case "prompt-mean":
+            return sum(s / whole[g] for s, _, g in here) / sum(n / whole[g] for _, n, g in here)
+    return sum(s for s, _, _ in here) / float(how)
+
+
+# All of it -------------------------------------------------------------------------------------------------------------------
+
+
+def _rule(correction: str | Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, bool]:
+    """The arguments of ``weights``, and whether the ratio is to the engine's log-probs."""
+    if isinstance(correction, str):
+        return ({} if correction == "decoupled" else None), correction == "bypass"
+    return correction, bool(correction.get("bypass", False))
+
+
+def update(
+    rows: Sequence[One],
+    *,
+    kind: str = "ppo",
+    aggregation: str | float | None = None,
+    kl_coef: float = 0.0,
+    kl_term: str | Mapping[str, Any] = "k3",
+    entropy_coef: float = 0.0,
+    top_entropy_quantile: float = 1.0,
+    correction: str | Mapping[str, Any] | None = None,
+    **own: Any,
+) -> Tensor:
+    """The loss of an update: the three streams, each over its own denominator."""
+    term: Mapping[str, Any] = {"estimator": kl_term} if isinstance(kl_term, str) else kl_term
+    estimator = term.get("estimator", "k3")
+    formula, numbers = SURROGATES[kind]
+    numbers = numbers | {KEYS[key]: value for key, value in own.items()}
+    rule, bypass = _rule(correction or ("bypass" if kind == "dppo" else "decoupled"))
+    how = aggregation or ("seq-mean-token-mean" if kind in OVER_TRAJECTORIES else "token-mean")
+    streams: dict[str, list[Row]] = {"rl": [], "ref_kl": [], "ce": []}
+    for one in rows:
+        given = one
+        if kl_coef and term.get("in") == "reward":
+            given = with_kl_reward(one, kl_coef, estimator)
+        w = [1.0] * len(one.current) if rule is None else weights(given, **rule)
+        losses = formula(one.current, one.behaviour if bypass else one.old, given.advantages, **numbers)
+        chosen = top([float(h.detach()) for h in one.entropy], top_entropy_quantile)
+        streams["rl"].append(
+            [x * loss * inside - entropy_coef * h for x, loss, inside, h in zip(w, losses, chosen, one.entropy, strict=True)]
+        )
+        ratios = [torch.exp(c - b) for c, b in zip(one.current, one.behaviour, strict=True)] if term.get("unbiased") else w
+        if kl_coef and term.get("in") != "reward":
+            costs = [kl(c, f, estimator) for c, f in zip(one.current, one.reference, strict=True)]
+            streams["ref_kl"].append([x * kl_coef * cost for x, cost in zip(ratios, costs, strict=True)])
+        streams["ce"].append([-c for c in one.current])
+    if not streams["ref_kl"]:
+        del streams["ref_kl"]
+    groups = [one.group for one in rows]
+    return sum(aggregate(losses, how, groups, [getattr(one, name) for one in rows]) for name, losses in streams.items())
+
+
+def with_kl_reward(one: One, coef: float, estimator: str) -> One:
+    """Minus ``coef`` times the estimate at the old policy is a reward of each token."""
+    costs = [coef * float(kl(o, f, estimator)) for o, f in zip(one.old, one.reference, strict=True)]
+    advantages = [a - cost for a, cost in zip(one.advantages, returns_to_go(costs), strict=True)]
+    return One(**{**vars(one), "advantages": advantages})
+
+
+# Coefficients that change from step to step ----------------------------------------------------------------------------------
+
+
+def adaptive_kl(start: float, target: float, horizon: float, steps: Sequence[tuple[float, int]]) -> float:
+    """arXiv:1909.08593, equation 4, after ``steps`` of (KL, trajectories)."""
+    for measured, n in steps:
+        start *= 1 + max(-0.2, min(0.2, (measured - target) / target)) * n / horizon
+    return start
+
+
+def adaptive_entropy(start: float, target: float, step: float, steps: Sequence[float]) -> float:
+    """Skywork-OR1 (arXiv:2505.22312, section 4.2), after ``steps`` of entropies, not below 0: what applies to the next step."""
+    applied = 0.0
+    for measured in steps:
+        start = max(0.0, start + (step if measured < target else -step))
+        applied = start if measured <= target else 0.0
+    return applied
