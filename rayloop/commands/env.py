@@ -10,17 +10,30 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from rayloop.chat.rendering import Renderer
 from rayloop.commands import env_check
 from rayloop.commands.arguments import add_overrides
 from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import Observation, StepResult
-from rayloop.core.types import ImageSource, Task
+from rayloop.core.types import (
+    Completion,
+    FinishReason,
+    ImageSource,
+    RolloutRequest,
+    Sampling,
+    Task,
+    TokenIds,
+    TokenPrompt,
+    TrajectoryId,
+    Version,
+)
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import decode, png, probe
 from rayloop.envs.catalog import FAMILIES, family, playable
+from rayloop.envs.episode import play
 from rayloop.envs.instance import Environments, Instance
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
-from rayloop.run.config import read
+from rayloop.run.config import RunConfig, read
 from rayloop.view.pictures import Colours, blocks, colours
 from rayloop.view.words import visible
 
@@ -67,8 +80,10 @@ def _list(arguments: argparse.Namespace) -> int:
 def _play(arguments: argparse.Namespace) -> int:
     turn: Callable[[str], str] = str
     example = ""
+    config = None
     if Path(arguments.name).suffix in (".yaml", ".yml"):
-        kind, task = _of_run(Path(arguments.name), arguments.overrides, arguments.row)
+        config = read(Path(arguments.name), arguments.overrides)
+        kind, task = _of_run(config, arguments.row)
     elif arguments.overrides:
         raise ConfigError(f"{arguments.overrides[0]}: {arguments.name} is no YAML file of a run, which alone has keys to set")
     else:
@@ -82,15 +97,14 @@ def _play(arguments: argparse.Namespace) -> int:
         line = _keyboard(echo)
         return line if line is None or not line.strip() or line.strip() in QUIT else turn(line)
 
-    asyncio.run(_episode(kind, task, ask, pictures, example))
+    asyncio.run(_led(config, kind, task, ask, pictures) if config and kind.leads else _episode(kind, task, ask, pictures, example))
     return 0
 
 
-def _of_run(file: Path, overrides: list[str], row: int) -> tuple[EnvironmentKind, Task]:
+def _of_run(config: RunConfig, row: int) -> tuple[EnvironmentKind, Task]:
     """The environment and the task of a usable row of a run. Raises ConfigError."""
-    config = read(file, overrides)
     kinds, default = config.environment.kinds, config.environment.episode.environment
-    dataset = Dataset(config.data.train, config.data.reader.build(), config.data.strict, lambda failure: None, kinds)
+    dataset = Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None, kinds)
     if not 1 <= row <= len(dataset):
         raise ConfigError(f"--row {row}: {config.data.train} has {len(dataset)} usable rows")
     task = dataset[row - 1]
@@ -143,6 +157,34 @@ async def _episode(kind: EnvironmentKind, task: Task, ask: Ask, pictures: Pictur
     finally:
         await instance.close(DEFAULTS.reset_timeout)
         environments.end()
+
+
+async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView) -> None:
+    """Let an agent play, whose chats a person answers until the agent ends, or ``ask`` gives None or ``quit``."""
+    renderer, environments = Renderer(config.model), Environments(kind, {})
+    known: TokenIds = ()
+    images = 0
+
+    async def typed(prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        nonlocal known, images
+        goes_on = bool(known) and prompt.token_ids[: len(known)] == known
+        print(visible(renderer.shown(prompt.token_ids[len(known) if goes_on else 0 :])))
+        for image in prompt.images[images if goes_on else 0 :]:
+            pictures.show(ImageSource(image.ref.path, image.data))
+        text = await asyncio.to_thread(ask)
+        if text is None or text.strip().lower() in QUIT:
+            raise ConfigError("the episode was left")
+        tokens = (*renderer.encode(text), renderer.end_tokens[0])
+        known, images = (*prompt.token_ids, *tokens), len(prompt.images)
+        return Completion(tokens, (0.0,) * len(tokens), FinishReason.END_TOKEN, Version(0, 0))
+
+    request = RolloutRequest(task, TrajectoryId(0, 0), 0, 0, config.rollout.sampling.sampling())
+    try:
+        played = await play(request, environments.of(task), renderer, config.environment.episode, typed)
+    finally:
+        environments.end()
+    print(f"the episode is over: {played.end_reason}")
+    print("the agent gives no result" if played.env_result is None else f"result: {played.env_result:g}")
 
 
 async def _turns(instance: Instance, ask: Ask, pictures: PictureView) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 from rayloop.core.files import Checksum
 from rayloop.core.groups import Outcome
-from rayloop.core.types import Completion, ImageSource, Message, Sampling, Task, TokenPrompt, Trajectory, Version
+from rayloop.core.types import STREAMS, Completion, ImageSource, Message, Sampling, Streams, Task, TokenPrompt, Trajectory, Version
 
 Checksums: TypeAlias = Mapping[str, Checksum]
 
@@ -44,7 +44,8 @@ class GenerationEngine(Protocol):
     """Tokens in; tokens, log-probs and version out. All methods run on the rollout actor's event loop."""
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        """Sample one turn. Requests with equal prompts, which come in the same moment, share prefill and image encoding."""
+        """Sample one turn, with its ``kept`` tokens where ``Sampling.most_kept`` is a number. Requests with equal prompts, which
+        come in the same moment, share prefill and image encoding."""
 
     async def leave(self, cohort: str) -> None:
         """A member of ``cohort`` ended its episode: the engine stops waiting for it (deterministic mode)."""
@@ -72,12 +73,14 @@ class Observation:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The answer to one turn. ``observation`` None or ``done`` ends the episode. ``error``: the environment could not use the
-    action; the episode ends as ACTION_ERROR with ``done``, else the policy sees the observation."""
+    action; the episode ends as ACTION_ERROR with ``done``, else the policy sees the observation. ``reward``: of this turn alone, a
+    finite number (else the step is the environment's failure); ``evaluate`` returns the episode's result."""
 
     observation: Observation | None = None
     done: bool = False
     error: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    reward: float = 0.0
 
 
 class Environment(Protocol):
@@ -107,6 +110,24 @@ class Environment(Protocol):
 
     def close(self) -> Awaitable[None] | None:
         """Release what the episode holds. Called at its end, also after a failure."""
+
+
+class LeadingEnvironment(Protocol):
+    """An environment that leads its episode: a program of its own asks the policy as an OpenAI client. Its class says
+    ``leads = True``; it is called on the actor's event loop. ``model`` is the name under which its program asks for the policy.
+    ``rayloop.envs.harness:Harness`` is the shipped one."""
+
+    model: str
+
+    async def reset(self, task: Task) -> Observation:
+        """Check that an episode could begin, for ``env check``; an episode does not begin with it."""
+
+    async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
+        """Run the program to its end, with ``address``: ``base_url``, ``api_key``, ``model``. Returns the episode's result, or
+        None. When it is cancelled, nothing of the program is left. Raises AgentFailed when the program ended with an error."""
+
+    def close(self) -> None:
+        """Last of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +209,14 @@ class BoxReader(Protocol):
 @dataclass(frozen=True, slots=True)
 class TrainItem:
     """One trajectory to train on; reference log-probs [sampled_tokens] or None. ``on_policy``: a replayed sample whose old
-    log-probs are recomputed (weight 1). ``lag``: versions between its first sampled token and the step."""
+    log-probs are recomputed (weight 1). ``lag``: versions between its first sampled token and the step. ``turns``: an advantage for
+    each sampled turn, in place of one for all. ``group_tokens``: sampled tokens of its group in the update."""
 
     trajectory: Trajectory
     advantage: float
     reference: Any = None
     on_policy: bool = False
     lag: int = 0
+    turns: tuple[float, ...] = ()
+    streams: Streams = STREAMS
+    group_tokens: int = 0

@@ -4,6 +4,7 @@ room for another turn), max_images. Sampled tokens are never altered."""
 
 import dataclasses
 import logging
+import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -42,7 +43,7 @@ from rayloop.core.types import (
     Turn,
     derive,
 )
-from rayloop.envs.instance import Instance
+from rayloop.envs.instance import Instance, Leading
 from rayloop.envs.settings import EpisodeSettings
 
 Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
@@ -125,9 +126,12 @@ async def play(
 ) -> Trajectory:
     """Make the environment, play one episode and close it, also when cancelled. ``prompts`` is shared with others of its call.
     Raises DataFailure, OverLongPrompt, EnvironmentHung, EnvironmentFailed, and whatever ``generate`` raises."""
-    episode = _Episode(request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer))
     try:
-        return await episode.run()
+        if isinstance(environment, Leading):
+            from rayloop.envs.led import play_led  # a web server, for the runs that need one
+
+            return await play_led(request, environment, renderer, settings, generate)
+        return await _Episode(request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer)).run()
     finally:
         try:
             await environment.close(CLOSE_TIMEOUT)
@@ -203,8 +207,9 @@ class _Episode:
             raise self._wrong("step", "return StepResult", step)
         if step.observation is not None:
             self._check("step", "return StepResult with observation Observation or None", step.observation)
-        if step.error is not None or not (step.done or step.observation is None):
-            self.turns[-1] = dataclasses.replace(self.turns[-1], executed=step.error is None)
+        goes_on = step.error is not None or not (step.done or step.observation is None)
+        executed = step.error is None if goes_on else None
+        self.turns[-1] = dataclasses.replace(self.turns[-1], executed=executed, reward=self._reward(step.reward))
         if step.error is not None and (step.done or self.settings.on_error == "end"):
             return EndReason.ACTION_ERROR
         if step.done or step.observation is None:
@@ -212,6 +217,13 @@ class _Episode:
         if index + 1 >= self.settings.max_turns:
             return EndReason.MAX_TURNS
         return await self._observe(step.observation.messages, completion)
+
+    def _reward(self, found: Any) -> float:
+        """Raises EnvironmentFailed when that is no finite number."""
+        if not isinstance(found, Real | np.bool_) or not abs(float(found)) < math.inf:
+            what = f"{self.environment.name}.step of task {self.request.task.id}"
+            raise EnvironmentFailed(f"{what} returned StepResult with reward {found!r}, which must be a finite number", bug=True)
+        return float(found)
 
     async def _sample(self, index: int, room: int) -> Completion:
         prompt = TokenPrompt(
@@ -223,9 +235,8 @@ class _Episode:
         most = min(self.sampling.max_tokens, room)
         sampling = dataclasses.replace(self.sampling, max_tokens=most, min_tokens=min(self.sampling.min_tokens, most))
         completion = await self.generate(prompt, sampling)
-        tokens, logprobs = completion.token_ids, completion.logprobs
-        self.turns.append(Turn("assistant", tokens, logprobs=logprobs, version=completion.version, finish=completion.finish))
-        self.token_ids += tokens
+        self.turns.append(completion.turn)
+        self.token_ids += completion.token_ids
         return completion
 
     async def _observe(self, messages: Sequence[Message], completion: Completion) -> EndReason | None:
@@ -341,4 +352,6 @@ def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: i
         seconds=seconds,
         prompt_tokens=sum(lengths[:first]),
         cut=any(turn.finish is FinishReason.LENGTH for turn in sampled),
+        turn_rewards=tuple(turn.reward for turn in sampled),
+        states=trajectory.states,
     )

@@ -3,8 +3,9 @@
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DataFailure, DeadlineExceeded, EnvironmentFailed
 from rayloop.core.protocols import Environment
 from rayloop.core.threads import OwnerThread, contained
@@ -12,6 +13,9 @@ from rayloop.core.types import Task
 from rayloop.envs.process import IdleWorkers, InProcess
 from rayloop.envs.settings import EnvironmentKind
 from rayloop.envs.tools import schemas
+
+if TYPE_CHECKING:
+    from rayloop.envs.agents.endpoint import Endpoint
 
 
 class Instance(Protocol):
@@ -82,6 +86,32 @@ class Immediate(_Here):
         raise EnvironmentFailed(f"{method} is a coroutine: {self.name} must not say `immediate = True`", bug=True)
 
 
+class Leading(_Here):
+    """For a class that ``leads``: its coroutines run on the event loop. ``endpoint`` is that of its process."""
+
+    contained = True
+
+    def __init__(self, name: str, build: Callable[[], Any], endpoint: "Endpoint") -> None:
+        super().__init__(name, build)
+        self.endpoint = endpoint
+
+    @property
+    def model(self) -> str:
+        """The model's name that the agent sends."""
+        return str(self._made().model)  # type: ignore[attr-defined]
+
+    async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
+        """As ``LeadingEnvironment.lead``."""
+        result: float | None = await self._made().lead(task, address)  # type: ignore[attr-defined]
+        return result
+
+    async def _run(self, timeout: float, method: str, function: Callable[[], Any]) -> Any:
+        result = contained(function)
+        if not inspect.isawaitable(result):
+            return result
+        return await bounded(timeout, result, DeadlineExceeded(f"no answer within {timeout:g} seconds"))
+
+
 class InThread(_Here):
     """``isolation: thread``: one thread of this process. A call that hangs or is cancelled keeps it; ``close`` then queues."""
 
@@ -114,6 +144,7 @@ class Environments:
     def __init__(self, default: EnvironmentKind, kinds: Mapping[str, EnvironmentKind]) -> None:
         self._default, self._kinds = default, kinds
         self._workers = IdleWorkers()
+        self._endpoint: Endpoint | None = None
 
     def kind(self, task: Task) -> EnvironmentKind:
         """Raises DataFailure for an unknown one."""
@@ -126,10 +157,17 @@ class Environments:
     def of(self, task: Task) -> Instance:
         """A new instance, not made yet; it must be closed. Raises as ``kind``."""
         kind = self.kind(task)
+        if kind.leads:
+            from rayloop.envs.agents.endpoint import Endpoint  # a web server, for the runs that need one
+
+            self._endpoint = self._endpoint or Endpoint()
+            return Leading(kind.name, kind.build, self._endpoint)
         if kind.isolation == "process":
             return InProcess(kind, self._workers)
         return (Immediate if kind.immediate else InThread)(kind.name, kind.build)
 
     def end(self) -> None:
-        """End the processes that wait for their next instance."""
+        """End the processes that wait for their next instance, and the agents' endpoint."""
         self._workers.end()
+        if self._endpoint is not None:
+            self._endpoint.end()

@@ -19,7 +19,7 @@ LIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("modules", "heavy"), [(LIGHT, False), (["rayloop.grpo.loss"], True)])
+@pytest.mark.parametrize(("modules", "heavy"), [(LIGHT, False), (["rayloop.grpo.losses.policy"], True)])
 def test_loads_torch_only_for_the_loss(modules: list[str], heavy: bool) -> None:
     code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules, 'ray' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

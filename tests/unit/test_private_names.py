@@ -36,7 +36,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "recipes/one_file.py": {"_foreach_mul_"},
     "rayloop/engines/training/optimizer.py": {"_foreach_mul_"},
-    "rayloop/envs/desktop/inside/driver.py": {"_exit"},  # of os; documented
+    "rayloop/envs/agents/host.py": {"_exit"},  # of os; documented
+    "rayloop/envs/desktop/inside/driver.py": {"_exit"},
     "rayloop/envs/desktop/inside/keyboard.py": {"_update_keymap"},  # of python-xlib, whose public way wants an event
     "rayloop/sandbox/cells.py": {"_current_frames", "_exit"},  # of sys and os; documented
     "rayloop/sandbox/kernel.py": {"_exit"},

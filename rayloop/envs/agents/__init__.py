@@ -1,0 +1,1 @@
+"""Programs that lead an episode themselves and ask the policy over HTTP."""

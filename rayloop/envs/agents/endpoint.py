@@ -1,0 +1,154 @@
+"""The HTTP server, on loopback, of the agents of one process: each episode has a key of its own, which opens nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import uvicorn
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rayloop.chat.openai.routes import AnswersChats, add_routes
+from rayloop.web import KEY, application, bearer, documented, problem
+
+READY = 30.0
+"""Seconds in which the server must answer."""
+KEPT_ALIVE = 3600
+"""Seconds that a connection may rest between two requests, while the agent works."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a request's body."""
+
+    bytes: int = 32 << 20
+    body_seconds: float = 60.0
+
+
+class RewardBody(BaseModel):
+    """The body of ``POST /v1/reward``. ``answer`` (``<id>/<choice>``): of this answer alone, not of the episode."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    reward: float
+    answer: str | None = None
+
+
+class Led(AnswersChats, Protocol):
+    """What an agent's key opens."""
+
+    refused: str
+
+    def pay(self, reward: float, answer: str | None) -> str:
+        """Take a reward. Returns why it is refused, "" when it is not."""
+
+
+class Endpoint:
+    """Starts with the first episode, on the event loop that runs then."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, Led] = {}
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._port = 0
+        self._starting = asyncio.Lock()
+
+    @asynccontextmanager
+    async def serving(self, session: Led) -> AsyncIterator[dict[str, str]]:
+        """Answer the holder of a new key by ``session``: yields ``base_url``, ``api_key`` and ``model``."""
+        await self._start()
+        key = secrets.token_urlsafe(32)
+        self._sessions[key.encode()] = session
+        try:
+            yield {"base_url": f"http://127.0.0.1:{self._port}/v1", "api_key": key, "model": session.chats.name}
+        finally:
+            del self._sessions[key.encode()]
+
+    def end(self) -> None:
+        """Stop the server."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def _start(self) -> None:
+        async with self._starting:
+            if self._serving is not None and not self._serving.done():
+                return
+            # asyncio turns off Nagle's delay (40 ms a call) only for sockets that name their protocol.
+            listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+            listening.bind(("127.0.0.1", 0))
+            listening.listen(2048)
+            self._port = listening.getsockname()[1]
+            config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEPT_ALIVE)
+            self._server = _Server(config)
+            self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+            async with asyncio.timeout(READY):
+                while not self._server.started:
+                    if self._serving.done():
+                        await self._serving
+                    await asyncio.sleep(0.005)
+
+    def _app(self) -> FastAPI:
+        app = application("rayloop agents", _Always(), self._sessions.__contains__, Limits(), "a live episode", invalid=400)
+        app.add_middleware(_Refusals, find=self._sessions.get)
+        add_routes(app, self._of)
+
+        @app.post("/v1/reward", responses=documented(400, 401, 403), dependencies=KEY, response_model=dict[str, Any])
+        @app.post("/reward", responses=documented(400, 401, 403), dependencies=KEY, response_model=dict[str, Any])
+        async def reward(request: Request, body: RewardBody) -> Any:
+            why = self._of(request).pay(body.reward, body.answer)
+            return problem(409, "refused", why) if why else {"reward": body.reward}
+
+        return app
+
+    def _of(self, request: Request) -> Led:
+        return self._sessions[bearer(request.scope)]
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves the signals to its process."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Always:
+    """A service that is always ready and has no metrics."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
+
+    def failing(self) -> dict[str, str]:
+        return {}
+
+    def scrape(self) -> bytes:
+        return b""
+
+
+class _Refusals:
+    """Middleware: notes the last error that a session got."""
+
+    def __init__(self, app: ASGIApp, find: Callable[[bytes], Led | None]) -> None:
+        self._app, self._find = app, find
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        session = self._find(bearer(scope))
+        if session is None:
+            return await self._app(scope, receive, send)
+        led, status = session, 200
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif status >= 400 and message.get("body"):
+                led.refused = f"{status} {message['body'].decode(errors='replace')[:500]}"
+            await send(message)
+
+        await self._app(scope, receive, watched)

@@ -1,0 +1,185 @@
+"""An agent of any make as an environment: a program that calls an OpenAI client leads the episode (docs/policy_endpoint.md)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from base64 import b64encode
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import AgentFailed, EnvironmentFailed, EnvironmentHung
+from rayloop.core.protocols import Observation
+from rayloop.core.threads import in_thread
+from rayloop.core.types import ImageSource, Task
+from rayloop.data.images import probe
+from rayloop.envs.agents import host
+
+HOST = host.__file__
+PASSED = ("PATH", "HOME", "USER", "SHELL", "TZ", "LANG", "TERM", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
+          "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "PYTHONPATH", "PYTHONHASHSEED", "TMPDIR")  # fmt: skip
+"""Variables of the run that an agent has too: none of them is a key."""
+READY = 60.0
+"""Seconds in which the process that starts agents has imported what it must."""
+SHOWN = 1500
+"""Characters of an agent's output that a failure shows."""
+
+
+class Harness:
+    """Runs an agent for each episode, as a process that asks the policy at ``OPENAI_BASE_URL`` with ``OPENAI_API_KEY``."""
+
+    leads = True
+
+    class Settings(SettingsModel):
+        run: str | tuple[str, ...]
+        """``module:function`` or ``file.py:function``, plain or a coroutine function; or a command as a list of words. Parameters
+        of the function, and words like ``{prompt}``, get the row's columns; a single parameter of another name gets the row."""
+        python: str = ""
+        """The Python that runs the function, when not this one: of an environment with the agent's packages."""
+        model: str = "policy"
+        """The model's name that the agent sends (``OPENAI_MODEL``). Set it to the name that an agent has built in."""
+        env: dict[str, str] = {}
+        """Further variables of the agent. Of the run's own it has PATH, HOME and the like, and no keys."""
+        preload: tuple[str, ...] = ()
+        """Modules that agents import slowly, such as ``openai`` (1 s): imported once, in a process from which agents are forked."""
+        deadline: float = Field(600.0, gt=0)
+        """Seconds of one agent; beyond it the agent is ended, and the episode is played again or left out."""
+        memory_mb: int = Field(4096, ge=64)
+        """MiB of the agent and of all that it starts."""
+        processes: int = Field(64, ge=1)
+        """Processes of the agent at once."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.model = settings, settings.model
+
+    async def reset(self, task: Task) -> Observation:
+        """Check that the agent can be loaded. Raises EnvironmentFailed. The messages are the row's, which the agent gets too."""
+        if isinstance(self.settings.run, str):
+            await self._run({}, {}, call=False)
+        elif shutil.which(self.settings.run[0]) is None:
+            raise EnvironmentFailed(f"with.run: there is no program {self.settings.run[0]!r}", bug=True)
+        return Observation(task.messages)
+
+    async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
+        """Run the agent to its end. Returns the number that its function returned, None for anything else. Raises AgentFailed when
+        it ended with an error, EnvironmentHung at the deadline, EnvironmentFailed at another limit."""
+        return await self._run(_row(task), address, call=True)
+
+    def close(self) -> None:
+        """Nothing is left: ``lead`` ends the agent's processes, also when it is cancelled."""
+
+    async def _run(self, row: Mapping[str, Any], address: Mapping[str, str], *, call: bool) -> float | None:
+        s = self.settings
+        limits = {"seconds": s.deadline, "memory_mb": s.memory_mb, "processes": s.processes}
+        asked = {"run": s.run, "row": row, "address": address, "limits": limits, "call": call}
+        asked |= {"variables": self._variables(address), "folder": os.getcwd()}
+        nursery = await in_thread(_nursery, s.python or sys.executable, s.preload, timeout=2 * READY)
+        found = await nursery.host(asked)
+        *earlier, last = found["output"].strip()[-SHOWN:].split("\n")
+        said = f": {last}" + ("\n" + "\n".join(earlier) if earlier else "") if last else ""  # of events people see one line
+        if found["end"]:
+            kind = EnvironmentHung if "deadline" in found["end"] else EnvironmentFailed
+            raise kind(f"the agent was ended: {found['end']}{said}", True)
+        if found["code"]:
+            raise AgentFailed(f"the agent ended with exit code {found['code']}{said}", bug=True)
+        result: float | None = found["result"]
+        return result
+
+    def _variables(self, address: Mapping[str, str]) -> dict[str, str]:
+        openai = {"OPENAI_BASE_URL": address.get("base_url", ""), "OPENAI_API_KEY": address.get("api_key", "")}
+        local = {"NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}
+        return {**_passed(), **local, **openai, "OPENAI_MODEL": self.model, **self.settings.env}
+
+
+def _passed() -> dict[str, str]:
+    return {name: value for name in PASSED if (value := os.environ.get(name)) is not None}
+
+
+class _Nursery:
+    """The process from which the agents of one Python are forked (agents/host.py); it ends with this one."""
+
+    def __init__(self, python: str, preload: tuple[str, ...]) -> None:
+        """Start it. Raises EnvironmentFailed."""
+        self._name = f"rayloop-agents-{secrets.token_hex(16)}"
+        line, pipe, variables = [python, HOST, self._name, *preload], subprocess.PIPE, _passed()
+        with tempfile.TemporaryFile() as errors:
+            try:
+                process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=errors, env=variables, start_new_session=True)
+            except OSError as error:
+                raise EnvironmentFailed(f"with.python: {python} cannot be started: {error}", bug=True) from error
+            assert process.stdout is not None
+            if not (select.select([process.stdout], [], [], READY)[0] and process.stdout.readline()):
+                process.kill()
+                errors.seek(0)
+                said = errors.read().decode(errors="replace").strip()[-SHOWN:] or "no answer"
+                raise EnvironmentFailed(f"with.python, with.preload: {python} did not start: {said}", bug=True)
+        self._process = process
+
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    async def host(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        """How an agent ended. Raises EnvironmentFailed. Ends the agent when it is cancelled."""
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(f"\0{self._name}")  # at once; uvloop, which Ray runs, takes no abstract name
+            reader, writer = await asyncio.open_unix_connection(sock=connection, limit=1 << 20)
+        except OSError as error:
+            connection.close()
+            raise EnvironmentFailed(f"the process that starts agents is gone: {error}") from error
+        try:
+            writer.write(json.dumps(asked, default=str).encode() + b"\n")
+            await writer.drain()
+            if line := await reader.readline():
+                found: dict[str, Any] = json.loads(line)
+                return found
+        except ConnectionError as error:
+            raise EnvironmentFailed(f"the process that runs the agent ended: {error}") from error
+        finally:
+            writer.close()
+        raise EnvironmentFailed("the process that runs the agent ended without a word")
+
+
+_nurseries: dict[tuple[str, tuple[str, ...]], _Nursery] = {}
+_starting = threading.Lock()
+
+
+def _nursery(python: str, preload: tuple[str, ...]) -> _Nursery:
+    """The one of this Python, started where there is none."""
+    with _starting:
+        found = _nurseries.get((python, preload))
+        if found is None or not found.alive():
+            found = _nurseries[python, preload] = _Nursery(python, preload)
+        return found
+
+
+def _row(task: Task) -> dict[str, Any]:
+    """The task for an agent: its columns, ``messages`` in OpenAI's form, and ``prompt``, the texts of the last one."""
+    messages = [{"role": message.role, "content": _content(message.parts)} for message in task.messages]
+    prompt = "".join(part for part in task.messages[-1].parts if isinstance(part, str)) if task.messages else ""
+    return {**task.extra, "id": task.id, "messages": messages, "prompt": prompt, "ground_truth": task.ground_truth}
+
+
+def _content(parts: tuple[str | ImageSource, ...]) -> Any:
+    if all(isinstance(part, str) for part in parts):
+        return "".join(map(str, parts))
+    return [{"type": "text", "text": part} if isinstance(part, str) else _image(part) for part in parts]
+
+
+def _image(source: ImageSource) -> dict[str, Any]:
+    data, _, _ = probe(source)
+    kind = "jpeg" if data[:2] == b"\xff\xd8" else "webp" if data[8:12] == b"WEBP" else "png"
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{b64encode(data).decode()}"}}

@@ -1,0 +1,466 @@
+"""Agents as real processes with the published OpenAI client: how they are asked, paid, limited and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rayloop.chat.rendering import Renderer
+from rayloop.cli import main
+from rayloop.config.model import ModelSettings
+from rayloop.core.failures import ConfigError, EnvironmentFailed, EnvironmentHung
+from rayloop.core.types import (
+    Completion,
+    EndReason,
+    FinishReason,
+    ImageSource,
+    Message,
+    RolloutRequest,
+    Sampling,
+    Task,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+    Version,
+)
+from rayloop.envs.episode import play
+from rayloop.envs.instance import Environments
+from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
+from tests.support.pictures import picture
+
+pytestmark = pytest.mark.timeout(120)
+RENDERER = Renderer(ModelSettings(path=str(Path(__file__).parents[3] / "recipes/arc_vision/loose")))
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+MARK = "RAYLOOP_TEST_AGENT"
+
+Played = Callable[..., Trajectory]
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Played:
+    """Plays one episode with the source of a module as its agent; the engine says ``says`` in turn, else a number."""
+
+    def played(
+        source: str, *, says: tuple[str, ...] = (), task: Task | None = None, max_turns: int = 8, **options: Any
+    ) -> Trajectory:
+        file = tmp_path / "agent.py"
+        file.write_text(textwrap.dedent(source), encoding="utf-8")
+        options = {"run": f"{file}:play", "preload": ["openai"], "deadline": 60, "env": {MARK: str(tmp_path)}, **options}
+        kind = EnvironmentKind.model_validate({"use": "rayloop.envs.harness:Harness", "with": options})
+        left = list(says)
+
+        async def generate(prompt: TokenPrompt, sampling: Sampling) -> Completion:
+            await asyncio.sleep(0.01)
+            tokens = RENDERER.encode(left.pop(0) if left else f"said {prompt.seed % 100}")
+            return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 1))
+
+        async def episode() -> Trajectory:
+            environments = Environments(kind, {})
+            asked = task or Task("t", (Message("user", ("What is 2 + 3?",)),), ground_truth="5", extra={"level": 3})
+            request = RolloutRequest(asked, TrajectoryId(0, 0), 0, 5, Sampling())
+            settings = EpisodeSettings(environment=kind, max_turns=max_turns)
+            try:
+                return await play(request, environments.of(asked), RENDERER, settings, generate)
+            finally:
+                environments.end()
+
+        return asyncio.run(episode())
+
+    return played
+
+
+def assert_nothing_is_left(folder: Path) -> None:
+    """No process of the agent lives a second later."""
+    until = time.monotonic() + 5
+    while left := [one.pid for one in psutil.process_iter() if _marked(one, folder)]:
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
+
+
+def _marked(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+TOOLS = """
+    import json, os
+    from openai import OpenAI
+
+    TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object",
+            "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}}}
+
+    def play(prompt, ground_truth):
+        client, messages = OpenAI(), [{"role": "user", "content": prompt}]
+        while True:
+            answer = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=messages, tools=[TOOL])
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                return float(message.content == ground_truth)
+            for call in message.tool_calls:
+                result = sum(json.loads(call.function.arguments).values())
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+"""
+
+
+def test_an_agent_with_tools_is_one_conversation_of_the_sampled_tokens(agent: Played) -> None:
+    made = agent(TOOLS, says=(CALL, "5"))
+    assert (made.end_reason, made.env_result) == (EndReason.DONE, 1.0)
+    assert [(turn.role, turn.sampled) for turn in made.turns] == [
+        ("prompt", False), ("assistant", True), ("tool", False), ("assistant", True)
+    ]  # fmt: skip
+    assert made.turns[1].token_ids == RENDERER.encode(CALL)
+
+
+def test_responses_streams_images_and_parallel_calls_of_a_coroutine(agent: Played) -> None:
+    source = """
+    import asyncio
+    from openai import AsyncOpenAI
+
+    async def play(row):
+        client = AsyncOpenAI()
+        many = await asyncio.gather(*(client.chat.completions.create(model="policy", messages=row["messages"] + [
+            {"role": "user", "content": str(i)}]) for i in range(3)))
+        stream = await client.chat.completions.create(model="policy", messages=row["messages"], stream=True)
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        first = await client.responses.create(model="policy", input="hi", instructions="Be brief.")
+        second = await client.responses.create(model="policy", input="more", previous_response_id=first.id)
+        events = [event async for event in await client.responses.create(model="policy", input=[
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": first.output_text}]},
+            {"role": "user", "content": "again"}], stream=True)]
+        assert text and first.output_text and second.output_text and events[-1].response.output_text
+        assert len({one.id for one in many}) == 3 and many[0].usage.prompt_tokens > 10
+        return row["level"] * 1.0
+    """
+    shown = Message("user", ("Look", ImageSource(data=picture(56, 56))))
+    made = agent(source, task=Task("t", (shown,), extra={"level": 3}))
+    assert made.env_result == 3.0
+    assert len(made.sampled_turns) == 7
+    assert len(made.segments) == 6, "the second response goes on with the first"
+    assert len(made.images) == 4
+    assert set(made.image_bytes) == {image.sha256 for image in made.images}
+
+
+def test_calls_of_tools_by_responses(agent: Played) -> None:
+    source = """
+    import os
+    from openai import OpenAI
+
+    def play(row):
+        client, model = OpenAI(), os.environ["OPENAI_MODEL"]
+        tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}]
+        first = client.responses.create(model=model, input="2 + 3", tools=tools)
+        (call,) = first.output
+        assert (call.type, call.name) == ("function_call", "add"), call
+        second = client.responses.create(model=model, tools=tools, input=[
+            {"role": "user", "content": "2 + 3"}, call, {"type": "function_call_output", "call_id": call.call_id, "output": "5"}])
+        return float(second.output_text)
+    """
+    made = agent(source, says=(CALL, "5"))
+    assert made.env_result == 5.0
+    assert len(made.segments) == 1, "the history with the call is known"
+
+
+def test_a_command_gets_the_columns_and_posts_its_reward(agent: Played, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, json, urllib.request as u\n"
+        "def post(path, body):\n"
+        "    key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
+        "    return json.load(u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + path, json.dumps(body).encode(), key)))\n"
+        "asked = [{'role': 'user', 'content': sys.argv[1]}]\n"
+        "answer = post('/chat/completions', {'model': 'gpt-5', 'messages': asked})\n"
+        "post('/reward', {'reward': 0.125, 'answer': answer['id'] + '/0'})\n"
+        "post('/reward', {'reward': float(sys.argv[2])})\n",
+        encoding="utf-8",
+    )
+    made = agent("", run=[sys.executable, str(script), "{prompt}", "{level}"], model="gpt-5")
+    assert made.env_result == 3.0
+    assert [turn.reward for turn in made.sampled_turns] == [0.125]
+    assert "What is 2 + 3?" in RENDERER.shown(made.turns[0].token_ids)
+
+
+def test_an_agent_has_no_key_of_the_run_and_its_own_opens_nothing_else(
+    agent: Played, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    seen = tmp_path / "seen"
+    agent(f"""
+    import os, json
+    from openai import OpenAI, AuthenticationError, PermissionDeniedError
+    def play(row):
+        open({str(seen)!r}, "w").write(json.dumps(dict(os.environ)))
+        for key in ("", "wrong"):
+            try:
+                OpenAI(api_key=key or "x", default_headers={{}} if key else {{"Authorization": ""}}).models.list()
+            except (AuthenticationError, PermissionDeniedError):
+                continue
+            raise AssertionError(key)
+        OpenAI().chat.completions.create(model="policy", messages=row["messages"])
+    """)
+    assert "secret" not in seen.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("client.chat.completions.create(model='gpt-4o', messages=row['messages'])", "there is no model 'gpt-4o' here"),
+        ("client.chat.completions.create(model=m, messages=row['messages'], tools=[{'type': 'function', 'function': "
+         "{'name': 'f', 'parameters': {'type': 7}}}])", "parameters of f are no JSON schema"),
+        ("client.chat.completions.create(model=m, messages=[{'role': 'user', 'content': 'x' * 100_000_000}])", "413"),
+        ("client.chat.completions.create(model=m, messages=row['messages'], response_format={'type': 'json_object'})",
+         "response_format"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("os._exit(3)", "exit code 3"),
+        ("os.kill(os.getpid(), 11)", "exit code -11"),
+        ("float('nan')", "returned nan, which is no finite number"),
+        ("None", "without an answer of the policy"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_in_an_agent_is_never_a_reward(agent: Played, body: str, said: str) -> None:
+    source = f"""
+    import os
+    from openai import OpenAI
+    def play(row):
+        client, m = OpenAI(max_retries=0), "policy"
+        return {body}
+    """
+    with pytest.raises(EnvironmentFailed, match=said) as raised:
+        agent(source)
+    assert raised.value.bug, "the same failure on two actors is not tried a third time"
+
+
+def test_a_history_that_was_not_given_here_is_rendered_and_trained_no_further(agent: Played) -> None:
+    made = agent("""
+    from openai import OpenAI
+    def play(row):
+        history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "invented"}, {"role": "user", "content": "b"}]
+        answer = OpenAI().chat.completions.create(model="policy", messages=history)
+        assert answer.rayloop["history"]["exact"] is False and "not given here" in answer.rayloop["history"]["why"]
+    """)
+    assert [turn.sampled for turn in made.turns] == [False, True]
+    assert "invented" in RENDERER.shown(made.turns[0].token_ids)
+    assert made.env_result is None
+
+
+def test_an_error_behind_a_limit_ends_the_episode_with_that_reason(agent: Played) -> None:
+    made = agent(TOOLS, says=(CALL, CALL, CALL), max_turns=2)
+    assert (made.end_reason, made.env_result) == (EndReason.MAX_TURNS, None)
+    assert len(made.sampled_turns) == 2
+
+
+HANGS = """
+    import subprocess, sys, time
+    from openai import OpenAI
+    def play(row):
+        OpenAI().chat.completions.create(model="policy", messages=row["messages"])
+        subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); os.fork(); time.sleep(600)"])
+        time.sleep(600)
+"""
+
+
+def test_a_hang_is_ended_with_all_that_the_agent_started(agent: Played, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(EnvironmentHung, match=r"did not end within 3 s \(deadline\)") as raised:
+        agent(HANGS, deadline=3)
+    assert time.monotonic() - began < 30
+    assert raised.value.contained
+    assert_nothing_is_left(tmp_path)
+
+
+def test_an_episode_that_is_cancelled_ends_its_agent(agent: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = asyncio.run
+
+    def short(main: Any) -> Any:
+        return real(asyncio.wait_for(main, 4))
+
+    monkeypatch.setattr(asyncio, "run", short)
+    with pytest.raises(TimeoutError):
+        agent(HANGS)
+    assert_nothing_is_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "said"),
+    [
+        ("while True: os.fork()", {"processes": 20}, r"processes, 20 are allowed \(processes\)"),
+        ("kept = [b'x' * (8 << 20) for _ in range(1000)]", {"memory_mb": 256}, "MemoryError"),
+        (
+            "[os.fork() or (bytearray(200 << 20), time.sleep(60)) for _ in range(4)]; time.sleep(60)",
+            {"memory_mb": 300},
+            r"allowed \(memory_mb\)",
+        ),
+    ],
+)
+def test_a_fork_bomb_and_a_memory_hog_are_ended(
+    agent: Played, tmp_path: Path, body: str, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(EnvironmentFailed, match=said):
+        agent(f"import os, time\ndef play(row):\n    {body}\n", **options)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_the_output_of_an_agent_is_read_and_its_end_is_kept(agent: Played) -> None:
+    with pytest.raises(EnvironmentFailed, match="the end of it") as raised:
+        agent("""
+        import sys
+        def play(row):
+            for _ in range(200):
+                sys.stdout.write("x" * (1 << 20))
+            sys.exit("the end of it")
+        """)
+    assert len(str(raised.value)) < 3000
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"python": "/no/such/python"}, r"with\.python: /no/such/python cannot be started"),
+        ({"preload": ["no_such_module"]}, "did not start.*No module named 'no_such_module'"),
+        ({"run": "no_such_module:play"}, "No module named 'no_such_module'"),
+        ({"run": "os:no_such_function"}, "has no attribute 'no_such_function'"),
+    ],
+)
+def test_an_agent_that_cannot_be_started_says_why(agent: Played, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=f"(?s){said}"):
+        agent("", **options)
+
+
+def test_a_check_finds_an_agent_without_playing(tmp_path: Path) -> None:
+    def check(run: Any) -> None:
+        kind = EnvironmentKind.model_validate({"use": "rayloop.envs.harness:Harness", "with": {"run": run}})
+        task = Task("t", (Message("user", ("a",)),))
+        instance = Environments(kind, {}).of(task)
+
+        async def once() -> None:
+            await instance.make(9)
+            assert (await instance.call("reset", task, timeout=30)).messages == task.messages
+
+        asyncio.run(once())
+
+    (tmp_path / "good.py").write_text("def play(row): raise SystemExit('played')", encoding="utf-8")
+    check(f"{tmp_path / 'good.py'}:play")
+    check(["true"])
+    with pytest.raises(EnvironmentFailed, match="there is no program 'no-such-program'"):
+        check(["no-such-program"])
+    with pytest.raises(EnvironmentFailed, match="has no attribute 'other'"):
+        check(f"{tmp_path / 'good.py'}:other")
+
+
+PAGE = Path(__file__).parents[3] / "docs/policy_endpoint.md"
+
+
+def shown(title: str) -> str:
+    (code,) = re.findall(rf"```\w+ title={re.escape(title)}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return code
+
+
+def test_the_agent_of_the_page_is_played(agent: Played) -> None:
+    made = agent(shown("my_agent.py"), says=(CALL, "It is 5."))
+    assert made.env_result == 1.0
+    assert len(made.sampled_turns) == 2
+
+
+def test_the_run_of_the_page_is_played_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for title in ("my_agent.py", "agent.yaml", "rows.jsonl"):
+        Path(title).write_text(shown(title), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{CALL}\nIt is 5.\n"))
+    model = f"model.path={PAGE.parents[1] / 'recipes/arc_vision/loose'}"
+    assert main(["env", "play", "agent.yaml", model]) == 0
+    said = capsys.readouterr().out
+    assert said.count("What is 2 + 3?") == 1, "each token is shown once"
+    assert "<|im_start|>tool\n5<|im_end|>" in said
+    assert said.splitlines()[-2:] == ["the episode is over: done", "result: 1"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("quit\n"))
+    assert main(["env", "play", "agent.yaml", model]) == 2
+    assert "the episode was left" in capsys.readouterr().err
+
+
+class Own:
+    """A leading environment that somebody else wrote."""
+
+    leads, model = True, "policy"
+    closed = 0
+    does: Any = None
+
+    def reset(self, task: Task) -> Any: ...
+
+    async def lead(self, task: Task, address: Any) -> Any:
+        if isinstance(Own.does, Exception):
+            raise Own.does
+        return Own.does
+
+    def close(self) -> None:
+        Own.closed += 1
+
+
+@pytest.mark.parametrize(
+    ("does", "said", "bug"),
+    [
+        (TypeError("a typo"), "lead raised TypeError: a typo", True),
+        (OSError("disk full"), "lead raised OSError: disk full", False),
+        ("high", "returned 'high', which is no finite number", True),
+        (float("inf"), "returned inf, which is no finite number", True),
+    ],
+)
+def test_what_a_leading_class_breaks_is_its_own_failure_and_it_is_closed(agent: Played, does: Any, said: str, bug: bool) -> None:
+    Own.does, Own.closed = does, 0
+    kind = EnvironmentKind(use=f"{__name__}:Own")
+
+    async def episode() -> None:
+        environments = Environments(kind, {})
+        task = Task("t", (Message("user", ("a",)),))
+        request = RolloutRequest(task, TrajectoryId(0, 0), 0, 5, Sampling())
+        try:
+            await play(request, environments.of(task), RENDERER, EpisodeSettings(environment=kind), never)
+        finally:
+            environments.end()
+
+    with pytest.raises(EnvironmentFailed, match=said) as raised:
+        asyncio.run(episode())
+    assert (raised.value.bug, Own.closed) == (bug, 1)
+
+
+async def never(prompt: TokenPrompt, sampling: Sampling) -> Completion:
+    raise AssertionError("it was not asked")
+
+
+def test_modules_beside_the_agent_are_found_by_its_own_path(agent: Played, tmp_path: Path) -> None:
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library/helper_of_agents.py").write_text("REWARD = 0.75", encoding="utf-8")
+    source = """
+    import helper_of_agents
+    from openai import OpenAI
+    def play(row):
+        OpenAI().chat.completions.create(model="policy", messages=row["messages"])
+        return helper_of_agents.REWARD
+    """
+    assert agent(source, env={"PYTHONPATH": str(tmp_path / "library")}).env_result == 0.75
+
+
+def test_a_class_that_leads_without_lead_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half.py").write_text("class Half:\n    leads = True\n    def reset(self, task): ...\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    from rayloop.envs.settings import ENVIRONMENT
+
+    with pytest.raises(ConfigError, match="no method lead and no close"):
+        ENVIRONMENT.check(EnvironmentKind(use="half.py:Half"))
+    assert os.getcwd() == str(tmp_path)
