@@ -100,7 +100,7 @@ $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 	touch $@ $(VENV)/.run
 
 $(VENV)/.env: $(VENV)/.dev
-	$(BIN)/python -m pip install -q -e ".[browser,desktop,gymnasium,mcp,openenv]" -c constraints.txt
+	$(BIN)/python -m pip install -q -e ".[browser,desktop,gymnasium,mcp,openenv,reasoning-gym]" -c constraints.txt
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
 	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 # some of its files are read, beside ours (tests/originals/test_verl.py)

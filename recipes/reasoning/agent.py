@@ -1,0 +1,17 @@
+"""An agent that knows nothing of rayloop: it asks its question, and asks once more when the answer is no number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai import OpenAI
+
+
+def play(messages: list[dict[str, Any]]) -> None:
+    """One question; its last answer is scored."""
+    client, said = OpenAI(), list(messages)
+    for _ in range(2):
+        answer = client.chat.completions.create(model="policy", messages=said).choices[0].message.content or ""
+        if answer.strip().isdigit():
+            break
+        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Answer with the number alone."}]

@@ -1,0 +1,64 @@
+"""Rows of reasoning-gym: ``python -m rayloop data prepare reasoning --out DIR`` makes train.jsonl and eval.jsonl in DIR."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rayloop.core.failures import ConfigError
+from rayloop.envs.adapters.packages import needs
+from rayloop.recipes import write_rows
+
+TASKS = ('gcd:{"min_value": 1, "max_value": 20}', 'products:{"min_digits": 1, "max_digits": 1}')
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write both files. Returns exit code 0. Raises ConfigError for a task that the package does not make."""
+    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare reasoning", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write into")
+    parser.add_argument(
+        "--tasks", nargs="+", default=TASKS, metavar="NAME[:JSON]", help=f"the package's names and settings ({' '.join(TASKS)})"
+    )
+    parser.add_argument("--train", type=int, default=200, help="at most so many training rows of a task")
+    parser.add_argument("--eval", type=int, default=30, help="evaluation rows of a task, none of which is a training row")
+    parser.add_argument("--shots", type=int, default=2, help="first items that are left out, for data.reader.with.shots")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    train: list[Mapping[str, Any]] = []
+    evaluation: list[Mapping[str, Any]] = []
+    for task in chosen.tasks:
+        name, _, config = task.partition(":")
+        made = rows(name, config or "{}", chosen.shots, chosen.train + chosen.eval, chosen.seed)
+        if len(made) <= chosen.eval:
+            raise ConfigError(f"{task} has only {len(made)} different questions, --eval takes {chosen.eval}: widen its settings")
+        evaluation += made[: chosen.eval]
+        train += made[chosen.eval :]
+    random.Random(chosen.seed).shuffle(train)
+    for split, part in (("train", train), ("eval", evaluation)):
+        write_rows(chosen.out, split, part)
+    return 0
+
+
+def rows(name: str, config: str, shots: int, most: int, seed: int) -> list[dict[str, Any]]:
+    """At most ``most`` rows of the reader ``ReasoningGymRows`` with different questions. ``config``: JSON. Raises ConfigError."""
+    size = 4 * (most + shots)
+    try:
+        needs("reasoning_gym", "reasoning-gym")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    import reasoning_gym
+
+    try:
+        settings = json.loads(config)
+        made = reasoning_gym.create_dataset(name, size=size, seed=seed, **settings)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(f"reasoning-gym refuses {name} with {config}: {error}") from error
+    first: dict[str, int] = {}
+    for index in range(size):
+        first.setdefault(made[index]["question"], index)
+    indices = [index for index in first.values() if index >= shots][:most]
+    return [{"task": name, "seed": seed, "index": index, "size": size, "config": settings} for index in indices]
