@@ -1,0 +1,122 @@
+"""Tasks of reasoning-gym: rows made by the package's generators, answers judged by its scorers. The extra ``reasoning-gym``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
+
+from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import DataFailure
+from rayloop.core.groups import Outcome, Scored
+from rayloop.core.protocols import ScoreContext
+from rayloop.core.types import Message, Task, Trajectory
+from rayloop.envs.adapters.packages import needs
+
+EVALUATING = (
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+)
+"""Tasks whose scorer evaluates the policy's text as Python, in sympy's parser too: refused."""
+RUNNING = ("codeio", "composite")
+"""Tasks that run programs from their data, or that hold others: refused."""
+
+
+class ReasoningGymRows:
+    """Reads rows ``{task, seed, index, config}``: item ``index`` (0) of the package's data set ``task`` with this seed and config;
+    ``size`` is the data set's (index + 1). The prompt is the item's question, the metrics are split by task."""
+
+    class Settings(SettingsModel):
+        """What stands before a question."""
+
+        system: str = "default"
+        """The package's system prompt (``SYSTEM_PROMPTS``) that asks for ``<answer>``: DeepSeekZero, default, simple, direct,
+        chain_of_draft. Empty: none."""
+
+        @model_validator(mode="after")
+        def _there(self) -> ReasoningGymRows.Settings:
+            needs("reasoning_gym", "reasoning-gym")
+            from reasoning_gym.utils import SYSTEM_PROMPTS
+
+            if self.system and self.system not in SYSTEM_PROMPTS:
+                raise ValueError(f"{self.system!r} is none of the package's prompts: {', '.join(SYSTEM_PROMPTS)}")
+            return self
+
+    def __init__(self, settings: ReasoningGymRows.Settings) -> None:
+        from reasoning_gym.utils import SYSTEM_PROMPTS
+
+        self._system = (Message("system", (SYSTEM_PROMPTS[settings.system],)),) if settings.system else ()
+
+    def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
+        """The row as a task. Raises DataFailure, also for tasks of ``EVALUATING`` and ``RUNNING``."""
+        _, entry = _entry(row, where)
+        name, seed, index = row["task"], row["seed"], row.get("index") or 0
+        extra = {column: row.get(column) for column in ("task", "seed", "index", "size", "config")}
+        messages = (*self._system, Message("user", (entry["question"],)))
+        return Task(str(row.get("id") or f"{name}/{seed}/{index}"), messages, entry["answer"], name, extra)
+
+
+class ReasoningGymScore:
+    """The score that the package's own scorer gives to the last ``<answer>``, from 0 to 1; the row is made again for it."""
+
+    class Settings(SettingsModel):
+        """Nothing to set."""
+
+        @model_validator(mode="after")
+        def _there(self) -> ReasoningGymScore.Settings:
+            needs("reasoning_gym", "reasoning-gym")
+            return self
+
+    def __init__(self, settings: ReasoningGymScore.Settings) -> None:
+        del settings
+
+    def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
+        """Raises DataFailure for a task that is none of ``ReasoningGymRows``."""
+        from reasoning_gym.utils import extract_answer
+
+        made, entry = _entry(task.extra, task.id)
+        answer = extract_answer(context.texts[-1]) if context.texts else None
+        return Scored(float(made.score_answer(answer, entry)), {"answered": float(answer is not None)})
+
+
+def _entry(row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+    """The data set and its item. Raises DataFailure."""
+    name, seed, index = row.get("task"), row.get("seed"), row.get("index") or 0
+    config = row.get("config") or {}
+    if name in EVALUATING:
+        raise DataFailure(
+            where, f"the scorer of {name} evaluates the policy's text as Python, outside the sandbox: leave this task out"
+        )
+    if name in RUNNING:
+        raise DataFailure(where, f"{name} runs programs of its data, or holds other tasks: name a task of its own")
+    if not (isinstance(name, str) and isinstance(seed, int) and isinstance(index, int) and isinstance(config, Mapping)):
+        raise DataFailure(
+            where, f"task {name!r}, seed {seed!r}, index {index!r}, config {config!r}: a name, two numbers, a mapping"
+        )
+    size = row.get("size") or index + 1
+    if not isinstance(size, int) or not 0 <= index < size:
+        raise DataFailure(where, f"index {index} lies outside the data set of size {size!r}")
+    given = {key: value for key, value in config.items() if value is not None}  # parquet fills columns with nulls
+    try:
+        made = _made(name, seed, size, json.dumps(given, sort_keys=True))
+        return made, made[index]
+    except Exception as error:  # whatever the package's generator raises for a config
+        raise DataFailure(where, f"reasoning-gym cannot make {name}: {type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=256)
+def _made(name: str, seed: int, size: int, config: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(config))
