@@ -20,7 +20,7 @@ fast: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env)"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env or adapters)"
 
 test-env: $(VENV)/.env
 	$(BIN)/python -m tests.envs.programs install
@@ -100,7 +100,7 @@ $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 	touch $@ $(VENV)/.run
 
 $(VENV)/.env: $(VENV)/.dev
-	$(BIN)/python -m pip install -q -e ".[browser,desktop,gymnasium,mcp,openenv,reasoning-gym]" -c constraints.txt
+	$(BIN)/python -m pip install -q -e ".[browser,desktop,gymnasium,mcp,openenv]" -c constraints.txt
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
 	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 # some of its files are read, beside ours (tests/originals/test_verl.py)

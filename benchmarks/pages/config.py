@@ -46,8 +46,10 @@ COMPONENTS = {
         "rayloop.recipes.chart_rvr.data:ConversationRows",
         "rayloop.recipes.digits.data:DigitRows",
         "rayloop.recipes.pyvision.data:QuestionRows",
+        "rayloop.envs.adapters.reasoning_gym:ReasoningGymRows",
     ),
     ("Rewards", "reward.source"): (
+        "rayloop.envs.adapters.reasoning_gym:ReasoningGymScore",
         "rayloop.judge.reward:JudgeReward",
         "rayloop.recipes.arc_vision.reward:ArcVisionReward",
         "rayloop.recipes.arc_vision.reward:IoUReward",

@@ -7,7 +7,7 @@ from typing import Any
 from openai import OpenAI
 
 
-def play(messages: list[dict[str, Any]]) -> None:
+def play(messages: list[Any]) -> None:
     """One question; its last answer is scored."""
     client, said = OpenAI(), list(messages)
     for _ in range(2):

@@ -25,6 +25,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Task
 from rayloop.data.dataset import Dataset
 from rayloop.run.config import DataSettings
+from tests.support.packages import package_marks
 from tests.support.pages import write_snippets
 
 Row = dict[str, Any]
@@ -94,10 +95,16 @@ ROWS: dict[str, list[list[Row]]] = {
         [{"id": f"f{i}", "videos": [["a.png"]], "question": "Which?", "answer": str(i)} for i in range(2)],
     ],
     "rayloop.recipes.digits.data:DigitRows": [[{"id": f"d{i}", "digits": [3, i, 1]} for i in range(2)]],
+    "rayloop.envs.adapters.reasoning_gym:ReasoningGymRows": [
+        [{"task": "leg_counting", "seed": 7, "index": i, "size": 3, "config": {"min_animals": 2}} for i in range(2)]
+    ],
 }
 """By reader: for each kind of row that it reads, two of them, with ids of their own."""
 KINDS = [(use, rows) for use, kinds in ROWS.items() for rows in kinds]
-each = pytest.mark.parametrize(("use", "rows"), KINDS, ids=[f"{use.split(':')[1]}-{rows[0]!r:.20}" for use, rows in KINDS])
+each = pytest.mark.parametrize(
+    ("use", "rows"),
+    [pytest.param(use, rows, id=f"{use.split(':')[1]}-{rows[0]!r:.20}", marks=package_marks(use)) for use, rows in KINDS],
+)
 
 
 def dataset(use: str, path: Path) -> tuple[dict[str, Task], list[DataFailure], Dataset]:

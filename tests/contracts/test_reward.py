@@ -24,6 +24,7 @@ from rayloop.core.types import EndReason, Message, Sampling, Task, Trajectory, T
 from rayloop.rewards.functions import Per, around, as_outcome, as_outcomes, as_source
 from rayloop.rewards.settings import ROLES, RewardSettings
 from tests.support.judge_stub import JudgeStub, serving
+from tests.support.packages import package_marks
 from tests.support.pages import write_snippets
 
 BOX = (0.1, 0.1, 0.5, 0.5)
@@ -108,9 +109,10 @@ class Case:
     truth: Any = "3"
     per: Per = "trajectory"
     options: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
     def task(self) -> Task:
-        extra = {"answer": self.truth, "tags": ["a"]}
+        extra = {"answer": self.truth, "tags": ["a"], **self.extra}
         return Task("t", (Message("user", ("One and two?",)),), self.truth, "sums", extra)
 
     def source(self, stub: JudgeStub) -> Any:
@@ -126,7 +128,9 @@ SAID = [f"{THOUGHT}{answer}</answer>" for answer in "34"]
 EMBEDDED = {"embedder": {"use": "rayloop.recipes.chart_rvr.rewards.embedders:WordEmbedder"}}
 HERE = __name__
 SHAPED = {"source": {"use": "rayloop.rewards.environment_result:EnvironmentResult"}, "max_tokens": 64, "overlong": 16}
+LEGS = {"task": "leg_counting", "seed": 7}
 CASES = [
+    Case("rayloop.envs.adapters.reasoning_gym:ReasoningGymScore", "<answer>188</answer>", "<answer>x</answer>", extra=LEGS),
     Case("rayloop.recipes.arc_vision.reward:IoUReward", RIGHT_BOX, WRONG_BOX, BOX),
     Case("rayloop.recipes.arc_vision.reward:ArcVisionReward", RIGHT_BOX, WRONG_BOX, BOX),
     Case("rayloop.recipes.chart_rvr.rewards.reward:ChartReward", SAID[0], SAID[1], options=UNEMBEDDED),
@@ -200,7 +204,9 @@ def values(found: Sequence[Outcome]) -> list[float]:
     return [outcome.value for outcome in found if isinstance(outcome, Scored)]
 
 
-each = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.use.split(':')[1]}-{case.per}")
+each = pytest.mark.parametrize(
+    "case", [pytest.param(case, id=f"{case.use.split(':')[1]}-{case.per}", marks=package_marks(case.use)) for case in CASES]
+)
 
 
 def test_every_shipped_source_is_here() -> None:

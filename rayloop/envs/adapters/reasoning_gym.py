@@ -101,11 +101,12 @@ class ReasoningGymScore:
         made, entry = _entry(task.extra, task.id)
         text = context.texts[-1] if context.texts else ""
         answer = text.strip() if self._whole else extract_answer(text)
+        found = {"answered": float(answer is not None)}
         try:
-            value, flags = float(made.score_answer(answer, entry)), ()
+            value = float(made.score_answer(answer, entry))
         except UNREADABLE:
-            value, flags = 0.0, ("unreadable",)
-        return Scored(value, {"answered": float(answer is not None), "exact": float(value >= 1)}, flags)
+            return Scored(0.0, {**found, "exact": 0.0}, ("unreadable",))
+        return Scored(value, {**found, "exact": float(value >= 1)})
 
 
 def _entry(row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,12 +14,12 @@ from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
-from rayloop.envs.adapters.reasoning_gym import EVALUATING, RUNNING, ReasoningGymRows, ReasoningGymScore
+from rayloop.envs.adapters.reasoning_gym import ReasoningGymRows, ReasoningGymScore
 from rayloop.recipes.reasoning.prepare import main, rows
 from rayloop.run.folder import RunFolder
 
-pytestmark = pytest.mark.env
-gym = pytest.importorskip("reasoning_gym", reason="pip install 'rayloop[reasoning-gym]'")
+pytestmark = pytest.mark.adapters
+pytest.importorskip("reasoning_gym", reason="make test-adapters installs reasoning-gym")
 PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DONE)
 
 
@@ -71,24 +68,6 @@ def test_an_answer_that_the_scorer_cannot_read_gets_nothing() -> None:
     task = one("prime_factorization")
     assert score("12\n23", task) == (0.0, 0.0, ("unreadable",))
     assert score(str(task.ground_truth), task)[0] == 1.0
-
-
-def test_tasks_whose_scorer_runs_the_answer_are_refused() -> None:
-    """All that the installed package has, by the source of its classes."""
-    registered = importlib.import_module("reasoning_gym.factory").DATASETS
-    running = {
-        name
-        for name, (made, _) in registered.items()
-        if re.search(r"\b(eval|exec|parse_expr|sympify)\(\s*(user_)?answer", inspect.getsource(sys.modules[made.__module__]))
-    }
-    assert running <= {*EVALUATING, *RUNNING}
-    assert running, "the expression above no longer finds any"
-    for name in (*EVALUATING, *RUNNING):
-        row: dict[str, Any] = {"task": name, "seed": 0}
-        with pytest.raises(DataFailure, match=name):
-            reader().task(row, "rows:1", Path())
-        with pytest.raises(DataFailure, match=name):
-            score("__import__('os')", Task("t", (), extra=row))
 
 
 @pytest.mark.parametrize(
