@@ -77,6 +77,7 @@ COMPONENTS = {
         "rayloop.envs.osworld.environment:OSWorld",
         "rayloop.envs.scripted:ScriptedTool",
     ),
+    ("Tools", "environment.episode.environment.with.tools"): ("rayloop.envs.programs:RunProgram",),
     ("Advantages", "algorithm.advantage"): (
         "rayloop.grpo.advantage:Grpo",
         "rayloop.grpo.advantage_kinds:BatchScaled",
