@@ -140,7 +140,8 @@ def settings_of(model: type[BaseModel]) -> str:
     lines: list[str] = []
     for current, paths in _used_at(model).items():
         if paths != [()]:
-            lines += [f"Within `with`, {', '.join(f'`{dotted(path)}`' for path in paths)}:", ""]
+            kind = f" with `kind: {kind_of(current)}`" if kind_of(current) else ""
+            lines += [f"Within `with`, {', '.join(f'`{dotted(path)}`' for path in paths)}{kind}:", ""]
         lines += [*_table(current), ""]
     return "\n".join(lines)
 

@@ -89,7 +89,7 @@ class ContainerSandbox(SandboxKind):
 
 
 class FusionSandbox(SandboxKind):
-    """On a server of ByteDance's SandboxFusion (arXiv:2412.00535), by ``POST /run_code``."""
+    """On a server of ByteDance's SandboxFusion (arXiv:2412.00535), by ``POST /run_code``. Never exercised on theirs."""
 
     ends = ":"
     kind: Literal["sandbox_fusion"] = "sandbox_fusion"
@@ -123,8 +123,7 @@ SandboxSetting = Annotated[
 
 class _Sandbox:
     def __init__(self, kind: Any) -> None:
-        self._kind, self._most, self._files = kind, kind.files << 20, b""
-        self._lock, self._closed = threading.Lock(), False
+        self._kind, self._most, self._files, self._lock, self._closed = kind, kind.files << 20, b"", threading.Lock(), False
 
     def exec(self, command: Sequence[str], *, stdin: bytes = b"", timeout: float, most: int = OUTPUT) -> ProgramResult:
         """Each program runs in a new place. The last one's files, a tar that only the sandbox reads, come before its input."""
