@@ -82,10 +82,7 @@ class ContainerSandbox(SandboxKind):
             *(f"--memory-swap={memory}", f"--tmpfs=/work:rw,exec,mode=1777,size={self.files * 3}m", "--workdir=/work"),
             *("--env=HOME=/work", "--entrypoint=sh", self.image, "-c", script),
         ]
-        try:
-            return _called(line, given, seconds)
-        finally:  # it is there still when the engine's command was killed
-            _called([self.engine, "rm", "--force", name], b"", GRACE)
+        return _called(line, given, seconds + 2 * GRACE, 1e18, (), self.engine, "rm", "--force", name)  # engines start slowly
 
 
 class FusionSandbox(SandboxKind):
@@ -104,10 +101,10 @@ class FusionSandbox(SandboxKind):
             "files": {name: base64.b64encode(content).decode() for name, content in files.items()}, "fetch_files": ["answer"],
         }  # fmt: skip
         try:
-            told = httpx.post(f"{self.url.rstrip('/')}/run_code", json=asked, timeout=seconds + GRACE).raise_for_status().json()
-            ran = told["run_result"] or {"status": told["message"]}
+            said = httpx.post(f"{self.url.rstrip('/')}/run_code", json=asked, timeout=seconds + GRACE).raise_for_status().json()
+            ran = said["run_result"] or {"status": said["message"]}
             code = int(ran["return_code"]) if ran["status"] == "Finished" else {"TimeLimitExceeded": None}[ran["status"]]
-            return code, base64.b64decode(told["files"].get("answer", ""), validate=True)
+            return code, base64.b64decode(said["files"].get("answer", ""), validate=True)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
             raise EnvironmentFailed(f"{self.url}: no answer of SandboxFusion: {type(error).__name__}: {error}") from error
 
@@ -174,8 +171,8 @@ cat ../out ../err; tar -cf - . | head -c {self._most}; exit 0"""
         return ended
 
 
-def _called(line: Sequence[str], given: bytes, seconds: float, most: float = 1e18, fds: Sequence[int] = ()) -> Ended:
-    """``SandboxKind.run`` of a command line, which keeps the descriptors ``fds`` and may fill ``most`` bytes of memory."""
+def _called(line: list[str], given: bytes, seconds: float, most: float = 1e18, fds: Sequence[int] = (), *end: str) -> Ended:
+    """``SandboxKind.run`` of a command line that keeps the descriptors ``fds``, may fill ``most`` bytes, and is ended by ``end``."""
     until = time.monotonic() + seconds
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
         stdin.write(given)
@@ -184,6 +181,8 @@ def _called(line: Sequence[str], given: bytes, seconds: float, most: float = 1e1
             while process.poll() is None and time.monotonic() < until and sum(map(filled, tree(process.pid))) <= most:
                 time.sleep(LOOK)
             code = process.poll()
+            if code is None and end:  # while it lives: an engine's command that is killed in between leaves what it has started
+                _called([*end], b"", GRACE)
             process.kill()
         output.seek(0)
         return code, output.read()
@@ -205,7 +204,7 @@ class RunProgram:
         run: tuple[str, ...] = Field(("bash", "-c"), min_length=1)
         """What is called with the policy's text as its last argument: ``[python3, -c]`` for Python."""
         timeout: float = Field(10.0, gt=0)
-        """Seconds for a program. Keep it 20 below ``episode.step_timeout``; ``tool_timeout`` does not count for it."""
+        """Seconds for a program. Keep it 50 below ``episode.step_timeout``; ``tool_timeout`` does not count for it."""
 
     def __init__(self, settings: RunProgram.Settings) -> None:
         self._settings, self._sandbox = settings, settings.sandbox.build()

@@ -99,7 +99,7 @@ def _cut(folder: Path) -> dict[Any, Any]:
 
 
 def held_in(config: RunConfig) -> str:
-    """How environments and tools confine the policy's code, by ``preflight(settings)`` of their classes; empty when none runs any."""
+    """How environments and tools confine a policy's code, by ``preflight(settings)`` of their classes; empty when none runs any."""
     said = []
     for _, part in components(config.environment):
         check, settings = getattr(part.resolve(), "preflight", None), part.options()
