@@ -172,7 +172,7 @@ cat ../out ../err; tar -cf - . | head -c {self._most}; exit 0"""
 
 
 def _called(line: list[str], given: bytes, seconds: float, most: float = 1e18, fds: Sequence[int] = (), *end: str) -> Ended:
-    """``SandboxKind.run`` of a command line that keeps the descriptors ``fds``, may fill ``most`` bytes, and is ended by ``end``."""
+    """``SandboxKind.run`` of a command line with the descriptors ``fds``, that may fill ``most`` bytes and is ended by ``end``."""
     until = time.monotonic() + seconds
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
         stdin.write(given)
