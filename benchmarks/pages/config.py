@@ -79,6 +79,7 @@ COMPONENTS = {
         "rayloop.envs.osworld.environment:OSWorld",
         "rayloop.envs.scripted:ScriptedTool",
     ),
+    ("Tools", "environment.episode.environment.with.tools"): ("rayloop.envs.programs:RunProgram",),
     ("Advantages", "algorithm.advantage"): (
         "rayloop.grpo.advantage:Grpo",
         "rayloop.grpo.advantage_kinds:BatchScaled",
@@ -141,7 +142,8 @@ def settings_of(model: type[BaseModel]) -> str:
     lines: list[str] = []
     for current, paths in _used_at(model).items():
         if paths != [()]:
-            lines += [f"Within `with`, {', '.join(f'`{dotted(path)}`' for path in paths)}:", ""]
+            kind = f" with `kind: {kind_of(current)}`" if kind_of(current) else ""
+            lines += [f"Within `with`, {', '.join(f'`{dotted(path)}`' for path in paths)}{kind}:", ""]
         lines += [*_table(current), ""]
     return "\n".join(lines)
 

@@ -159,6 +159,33 @@ class Tool(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """How a program ended: ``exit_code`` None: not by its deadline; 128 + a signal: by that. ``truncated``: not all was kept."""
+
+    exit_code: int | None
+    stdout: bytes = b""
+    stderr: bytes = b""
+    truncated: bool = False
+
+
+class ProgramSandbox(Protocol):
+    """Runs programs that nobody trusts, in a folder of their own; calls block, and come from any thread. What fails but the program
+    is an InfrastructureFailure, also after ``close``; what is no command, or no path of the folder, a ValueError."""
+
+    def exec(self, command: Sequence[str], *, stdin: bytes = b"", timeout: float) -> ProgramResult:
+        """Run ``command``, no shell, for at most ``timeout`` seconds. Its files are there for the next one."""
+
+    def read(self, path: str) -> bytes:
+        """A file, by its path in the folder. Raises FileNotFoundError for what is none."""
+
+    def write(self, path: str, content: bytes) -> None:
+        """Make or replace a file, with the folders above it. Raises OSError when there is no place for it."""
+
+    def close(self) -> None:
+        """Nothing of the programs is left. May be called again."""
+
+
+@dataclass(frozen=True, slots=True)
 class ScoreContext:
     """What a reward may depend on besides the trajectory. ``timeout``: seconds until scoring is given up (``reward.timeout``).
     ``transcript``: all text after the prompt, with special tokens; None unless the source asks for it. ``trial``: a person waits

@@ -97,7 +97,7 @@ class ToolCalls:
 
     def __init__(self, settings: ToolCalls.Settings) -> None:
         self._settings = settings
-        self._tools: dict[str, Tool] = {}
+        self._tools: dict[str, _Checked] = {}
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -124,7 +124,8 @@ class ToolCalls:
             name, arguments = call
             if name not in self._tools:
                 raise ToolError(f"there is no tool {name!r}; the tools are: {', '.join(self._tools)}")
-            result = call_within(self._settings.tool_timeout, self._tools[name], **arguments)
+            tool, patience = self._tools[name], self._settings.tool_timeout
+            result = tool(**arguments) if hasattr(tool.tool, "own_deadline") else call_within(patience, tool, **arguments)
         except DeadlineExceeded as error:
             raise ToolDeadline(f"the tool {name} gave {error}") from error
         except ToolError as error:
@@ -136,8 +137,10 @@ class ToolCalls:
         return None
 
     def close(self) -> None:
-        """Forget the tools."""
-        self._tools = {}
+        """Close the tools that have a ``close``, and forget all."""
+        tools, self._tools = self._tools, {}
+        for checked in tools.values():
+            getattr(checked.tool, "close", tuple)()
 
     def _shown(self, *parts: str | ImageSource) -> Observation:
         return Observation((Message(self._settings.role, parts),))
@@ -165,7 +168,7 @@ class _Checked:
 
     def __init__(self, tool: Tool) -> None:
         self.name, self.description, self.parameters = tool.name, tool.description, tool.parameters
-        self._tool = tool
+        self.tool = tool
 
     def __call__(self, **arguments: Any) -> ToolResult:
         known = self.parameters.get("properties", {})
@@ -177,4 +180,4 @@ class _Checked:
             wanted = known[name].get("type")
             if wanted in _TYPES and not _TYPES[wanted](value):
                 raise ToolError(f"the argument {name!r} of {self.name} must be of type {wanted}, not {value!r}")
-        return self._tool(**arguments)
+        return self.tool(**arguments)

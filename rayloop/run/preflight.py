@@ -7,6 +7,7 @@ from typing import Any
 
 from rayloop.chat.rendering import Renderer
 from rayloop.chat.tokenizer import load_tokenizer, read_json
+from rayloop.config.settings import components
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_files import HUB_NAME, resolve, unsupported
 from rayloop.engines.settings import VllmEngineSettings
@@ -98,12 +99,12 @@ def _cut(folder: Path) -> dict[Any, Any]:
 
 
 def held_in(config: RunConfig) -> str:
-    """How the environments confine the policy's code, by ``preflight(settings)`` of their classes; empty when none runs any."""
+    """How environments and tools confine a policy's code, by ``preflight(settings)`` of their classes; empty when none runs any."""
     said = []
-    for kind in (config.environment.episode.environment, *config.environment.kinds.values()):
-        check, settings = getattr(kind.resolve(), "preflight", None), kind.settings_class()
+    for _, part in components(config.environment):
+        check, settings = getattr(part.resolve(), "preflight", None), part.options()
         if check is not None and settings is not None:
-            said.append(check(settings.model_validate(kind.with_)))
+            said.append(check(settings))
     return "; ".join(dict.fromkeys(filter(None, said)))
 
 
