@@ -124,7 +124,7 @@ EXPERIMENTS = {
     ),
     "reasoning": Experiment(
         "SmolLM2-135M-Instruct on two tasks of reasoning-gym: asked directly, and by an agent with an OpenAI client",
-        Path("recipes/reasoning/single.yaml"),
+        Path("recipes/reasoning/quickstart.yaml"),
         ("reward", "exact"),
         common=("checkpoint.resume=never", "model.path=runs/models/smollm2"),
         arms={"single": (), "agent": ()},

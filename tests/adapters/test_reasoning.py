@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rayloop.cli import main as run
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
@@ -85,7 +87,7 @@ def test_bad_tasks_are_named(tmp_path: Path, task: str, words: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("mode", ["single", "agent"])
+@pytest.mark.parametrize("mode", ["quickstart", "agent"])
 def test_a_step_of_training(tmp_path: Path, mode: str) -> None:
     main(["--out", str(tmp_path), "--train", "8", "--eval", "2", "--shots", "0"])
     command = [
@@ -96,3 +98,14 @@ def test_a_step_of_training(tmp_path: Path, mode: str) -> None:
     assert subprocess.run(command, timeout=280).returncode == 0
     (step,) = RunFolder(tmp_path, "run").metrics
     assert step["rollout/trained"] == 4
+
+
+def test_saved_answers_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows("gcd", '{"min_value": 6, "max_value": 9}', 0, 1, seed=1)
+    right = str(reader().task(row, "rows:1", Path()).ground_truth)
+    file = tmp_path / "saved.jsonl"
+    file.write_text(json.dumps({**row, "completion": right}) + "\n", encoding="utf-8")
+    assert run(["score", "reasoning", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["value"] == 1.0
+    assert run(["score", "reasoning", str(file), "--variant", "tag"]) == 0
+    assert json.loads(capsys.readouterr().out)["value"] == 0.0

@@ -186,7 +186,7 @@ def test_every_recipe_scores_what_was_saved(
 
 
 def test_every_recipe_with_a_reward_can_be_scored() -> None:
-    assert recipes.having("score") == ["arc_vision", "arpo", "chart_rvr", "digits", "pyvision"]
+    assert recipes.having("score") == ["arc_vision", "arpo", "chart_rvr", "digits", "pyvision", "reasoning"]
 
 
 def test_a_saved_episode_without_a_result_has_no_reward(asked: Asked, file: Callable[..., Path]) -> None:
