@@ -6,6 +6,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
+VENV_ADAPTERS ?= .venv-adapters
 # Tests that start real runs wait more than they compute: three at a time keep two cores busy.
 WORKERS ?= 3
 BIN := $(VENV)/bin
@@ -14,13 +15,16 @@ PAGES = $(shell find *.md docs deploy recipes -name "*.md")
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: fast test test-env test-faults test-judge test-k8s test-nodes test-slurm test-stranger test-vllm lint quickstart digits docs
+.PHONY: fast test test-adapters test-env test-faults test-judge test-k8s test-nodes test-slurm test-stranger test-vllm lint quickstart digits docs
 
 fast: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
 
 test: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env or adapters)"
+
+test-adapters: $(VENV_ADAPTERS)/.adapters
+	$(VENV_ADAPTERS)/bin/python -m pytest -q -rs -m adapters tests/adapters tests/contracts
 
 test-env: $(VENV)/.env
 	$(BIN)/python -m tests.envs.programs install
@@ -105,6 +109,17 @@ $(VENV)/.env: $(VENV)/.dev
 	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
 	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 # some of its files are read, beside ours (tests/originals/test_verl.py)
 	rm -rf "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests" # which verl brings, and which hides ours
+	touch $@
+
+# verifiers wants openai < 3 and mcp 2.0.0: its Python is one of its own, as docs/bring_your_own/adapters.md says.
+$(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
+	$(MAKE) VENV=$(VENV_ADAPTERS) $(VENV_ADAPTERS)/.torch
+	$(VENV_ADAPTERS)/bin/python -m pip install -q -e ".[gymnasium,mcp,openenv,reasoning-gym,textarena]" ale-py minigrid pytest pytest-timeout \
+		hypothesis -c constraints.txt -c constraints-adapters.txt
+	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install -q verifiers -c constraints-adapters.txt
+	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
+	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
 	touch $@
 
 $(VENV)/.judge: $(VENV)/.dev

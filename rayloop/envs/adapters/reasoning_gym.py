@@ -18,16 +18,9 @@ from rayloop.core.types import Message, Task, Trajectory
 from rayloop.envs.adapters.packages import needs
 
 EVALUATING = (
-    "binary_matrix",
-    "countdown",
-    "intermediate_integration",
-    "n_queens",
-    "polynomial_multiplication",
-    "puzzle24",
-    "simple_integration",
-    "spiral_matrix",
-    "string_insertion",
-)
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "simple_integration", "spiral_matrix", "string_insertion",
+)  # fmt: skip
 """Tasks whose scorer evaluates the policy's text as Python, in sympy's parser too: refused."""
 UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """What scorers raise for a text that has not the form of an answer."""

@@ -1,0 +1,96 @@
+"""Games of textarena for one player: the policy's text is the move. The package is the extra ``textarena``."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from rayloop.config.settings import SettingsModel
+from rayloop.core.failures import DataFailure
+from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.types import Message, Task
+from rayloop.envs.adapters.packages import needs
+
+_drawing = threading.Lock()
+"""Games draw from the module ``random``, which all of a process share: each episode puts its own state there while it moves."""
+
+
+class TextArena:
+    """One episode of a game; the row's column ``seed`` starts it. ``evaluate`` returns the reward that the game gives at its end.
+    The game counts moves that are none, and ends at the number that it allows."""
+
+    class Settings(SettingsModel):
+        """Which game."""
+
+        id: str
+        """Its name for ``textarena.make``, such as GuessTheNumber-v0; games for several players are refused."""
+        options: dict[str, Any] = Field(default_factory=dict)
+        """Further arguments of ``textarena.make``."""
+
+        @model_validator(mode="after")
+        def _there(self) -> TextArena.Settings:
+            needs("textarena", "textarena")
+            import textarena
+
+            if self.id not in textarena.envs.registration.ENV_REGISTRY:
+                raise ValueError(f"textarena has no game {self.id!r}; textarena.pprint_registry_detailed() lists them")
+            return self
+
+    def __init__(self, settings: TextArena.Settings) -> None:
+        import textarena
+
+        self._name = settings.id
+        self._game = textarena.make(settings.id, **settings.options)
+        self._drawn = random.getstate()
+        self._shown, self._result = "", 0.0
+
+    def reset(self, task: Task) -> Observation:
+        """Raises DataFailure for a seed that is none, and for a game that one player cannot play."""
+        seed = task.extra.get("seed")
+        if not isinstance(seed, int):
+            raise DataFailure(task.id, f"seed {seed!r}: the row needs a whole number")
+        self._drawn = random.Random(seed).getstate()
+        with self._own_draws():
+            try:
+                self._game.reset(num_players=1, seed=seed)
+            except (AssertionError, ValueError) as error:
+                raise DataFailure(task.id, f"{self._name} is no game for one player: {error}") from error
+        return Observation((*task.messages, self._seen()))
+
+    def step(self, text: str) -> StepResult:
+        """Make the move."""
+        with self._own_draws():
+            done, _ = self._game.step(action=text)
+        if not done:
+            return StepResult(Observation((self._seen(),)))
+        rewards, ended = self._game.close()
+        self._result = float((rewards or {}).get(0, 0.0))
+        return StepResult(None, done=True, info={"reason": str(ended.get(0, {}).get("reason", ""))}, reward=self._result)
+
+    def evaluate(self) -> float:
+        """The game's reward; 0 for a game that the episode's limits ended."""
+        return self._result
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+    def _seen(self) -> Message:
+        """What is new: many games show the whole history each time."""
+        before, self._shown = self._shown, str(self._game.get_observation()[1])
+        return Message("user", (self._shown.removeprefix(before),))
+
+    @contextmanager
+    def _own_draws(self) -> Iterator[None]:
+        with _drawing:
+            others = random.getstate()
+            random.setstate(self._drawn)
+            try:
+                yield
+            finally:
+                self._drawn = random.getstate()
+                random.setstate(others)

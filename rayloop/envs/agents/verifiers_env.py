@@ -1,0 +1,41 @@
+"""An environment of verifiers 0.4 as an agent of the harness, in a Python with that package: ``run: .../verifiers_env.py:play``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+async def play(row: Mapping[str, Any]) -> float:
+    """One episode of the row's column ``taskset`` (its id: an installed package or a module), of the task at ``index`` (0), with
+    further columns ``env`` (an ``Env``'s id) and ``config`` (the task set's). Returns the sum of what its rubric gave to the
+    trainable agents. Raises RuntimeError for an episode that verifiers could not play."""
+    import verifiers.v1 as vf
+    from verifiers.v1.runtimes.subprocess import SubprocessRuntime
+    from verifiers.v1.utils.loaders import env_config_type, load_environment
+
+    SubprocessRuntime.prepare_uv_script = _script  # uv would download into an environment of its own
+    taskset = {**(row.get("config") or {}), "id": row["taskset"]}
+    kind = env_config_type(row["taskset"], row.get("env") or "")
+    seats = {name: field.default for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)}
+    chosen = {name: {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}} for name in seats}
+    environment = load_environment(kind.model_validate({"id": row.get("env") or "", "taskset": taskset, **chosen}))
+    index = int(row.get("index") or 0)
+    (task,) = environment.taskset.include(idx=[f"{index}:{index + 1}"])
+    client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    async with environment.serving():
+        episode = await environment.run_episode(task, vf.ModelContext(os.environ["OPENAI_MODEL"], client))
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors:
+        raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}")
+    return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
+
+
+async def _script(runtime: Any, script: str | bytes, env: Any = None, *, activate: bool = True) -> list[str]:
+    """The program runs in this Python, which has its packages."""
+    path = Path(runtime.workdir) / "program.py"
+    path.write_bytes(script.encode() if isinstance(script, str) else script)
+    return [sys.executable, str(path)]

@@ -1,0 +1,94 @@
+"""Environments of verifiers, in the Python that has the package, as agents of the harness: one turn, a tool, a talk, and a step."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayloop.chat.rendering import Renderer
+from rayloop.config.model import ModelSettings
+from rayloop.core.types import (
+    Completion,
+    EndReason,
+    FinishReason,
+    Message,
+    RolloutRequest,
+    Sampling,
+    Task,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+    Version,
+)
+from rayloop.envs.episode import play
+from rayloop.envs.instance import Environments
+from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
+from tests.adapters.conftest import Train
+from tests.support.runs import ROOT
+
+PYTHON = ROOT / ".venv-verifiers/bin/python"
+TASKSETS = Path(__file__).parent / "tasksets"
+KIND: dict[str, Any] = {
+    "use": "rayloop.envs.harness:Harness",
+    "with": {
+        "run": f"{ROOT}/rayloop/envs/agents/verifiers_env.py:play",
+        "python": str(PYTHON),
+        "preload": ["verifiers.v1"],
+        "env": {"PYTHONPATH": str(TASKSETS)},
+    },
+}
+CALL = '<tool_call>{"name": "adder_add", "arguments": {"a": 3, "b": 1}}</tool_call>'
+pytestmark = [
+    pytest.mark.adapters,
+    pytest.mark.timeout(280),
+    pytest.mark.skipif(not PYTHON.exists(), reason="verifiers is not installed here (make test-adapters installs it)"),
+]
+
+
+def played(taskset: str, *says: str) -> Trajectory:
+    """One episode of 3 + 1 in which the policy says this."""
+    kind = EnvironmentKind.model_validate(KIND)
+    renderer, left = Renderer(ModelSettings(path=str(ROOT / "recipes/arc_vision/loose"))), list(says)
+
+    async def generate(prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        tokens = renderer.encode(left.pop(0))
+        return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 1))
+
+    async def episode() -> Trajectory:
+        environments = Environments(kind, {})
+        asked = Task("t", (Message("user", ("Add.",)),), extra={"taskset": taskset, "index": 3})
+        request = RolloutRequest(asked, TrajectoryId(0, 0), 0, 5, Sampling())
+        settings = EpisodeSettings(environment=kind, max_turns=8, reset_timeout=120)
+        try:
+            return await play(request, environments.of(asked), renderer, settings, generate)
+        finally:
+            environments.end()
+
+    return asyncio.run(episode())
+
+
+@pytest.mark.parametrize(
+    ("taskset", "says", "result"),
+    [
+        ("sums", ("4",), 1.5),
+        ("sums", ("5",), 0.5),
+        ("tool_sums", (CALL, "4"), 1.5),
+        ("talk_sums", ("5", "4"), 1.5),
+        ("talk_sums", ("4", "5"), 0.5),
+    ],
+)
+def test_the_rubric_gives_the_reward(taskset: str, says: tuple[str, ...], result: float) -> None:
+    made = played(taskset, *says)
+    assert (made.end_reason, made.env_result) == (EndReason.DONE, result), made
+    assert [turn.sampled for turn in made.turns].count(True) == len(says)
+
+
+def test_a_step_is_trained(digits_model: Path, train: Train) -> None:
+    rows = [{"prompt": "Add.", "taskset": "talk_sums", "index": index} for index in range(4)]
+    reader = {"use": "rayloop.data.dataset:ChatRows"}
+    episode = {"environment": KIND, "max_turns": 4, "step_timeout": 120}
+    made = train(digits_model, rows, data__reader=reader, environment={"episode": episode})
+    assert made.metrics[0]["reward/mean"] >= 0.5
