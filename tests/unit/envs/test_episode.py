@@ -48,6 +48,7 @@ from rayloop.envs.instance import InThread
 from rayloop.envs.scripted import ScriptedTool
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.envs.single_turn import SingleTurn
+from rayloop.envs.tools import _Checked
 from rayloop.rewards.environment_result import EnvironmentResult
 from rayloop.run.held_out import Play
 from tests.support.pictures import picture
@@ -470,12 +471,16 @@ def test_a_tool_runs_under_a_deadline_of_its_own() -> None:
     tools.reset(TASK)
     release, seen = threading.Event(), []
 
-    def loop(**arguments: Any) -> ToolResult:
-        seen.append(arguments)
-        release.wait(10)
-        return ToolResult()
+    class Loop:
+        name, description = "loop", "waits"
+        parameters: dict[str, Any] = {"properties": {"timeout": {}, "function": {}}}
 
-    tools._tools = {"loop": loop}  # type: ignore[dict-item]
+        def __call__(self, **arguments: Any) -> ToolResult:
+            seen.append(arguments)
+            release.wait(10)
+            return ToolResult()
+
+    tools._tools = {"loop": _Checked(Loop())}
     try:
         with pytest.raises(ToolDeadline, match=r"the tool loop gave no answer within 0\.1 seconds"):
             tools.step('<tool_call>{"name": "loop", "arguments": {"timeout": 1, "function": 2}}</tool_call>')
