@@ -70,6 +70,7 @@ COMPONENTS = {
         "rayloop.envs.adapters.gymnasium:Gymnasium",
         "rayloop.envs.adapters.mcp:McpTools",
         "rayloop.envs.adapters.openenv:OpenEnv",
+        "rayloop.envs.adapters.textarena:TextArena",
         "rayloop.envs.image_tools:ImageTools",
         "rayloop.recipes.arc_vision.tools:ArcVisionTools",
         "rayloop.envs.browser.miniwob:MiniWob",
