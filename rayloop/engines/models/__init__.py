@@ -29,7 +29,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError
-from rayloop.core.model_files import unsupported
+from rayloop.core.model_families import family, unsupported
 from rayloop.core.protocols import Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, PromptImage, TokenPrompt
@@ -37,9 +37,6 @@ from rayloop.data.images import decode
 from rayloop.engines.attention import use_packed_vision
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES, verify
-
-POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Vision models whose image features enter only with the embeddings, so that they can be cached between turns."""
 
 
 def has_vision(config: PreTrainedConfig) -> bool:
@@ -71,9 +68,10 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
         raise ConfigError(
             f"model.path {settings.path} cannot be loaded: {error}. Expected a folder in Hugging Face layout"
         ) from error
-    if model._is_stateful:
+    if model._is_stateful and family(config.model_type).packs:
         raise ConfigError(
-            f"model.path {settings.path}: {config.model_type} keeps a state along its sequence. Use one of attention only"
+            f"model.path {settings.path}: {config.model_type} keeps a state along its sequence, which packed rows would mix. Use a "
+            "model of attention only"
         )
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
