@@ -32,6 +32,8 @@ FAMILIES = {
     "qwen2_vl": Family(images=True, pooled=True),
     "qwen2_5_vl": Family(images=True, pooled=True),
     "qwen3_vl": Family(images=True),
+    "qwen3_moe": Family(experts="each"),
+    "qwen3_vl_moe": Family(images=True, experts="transposed"),
 }
 
 

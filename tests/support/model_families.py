@@ -27,10 +27,12 @@ OF_TEXT: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     "gemma3_text": {"sliding_window": 8, "final_logit_softcapping": 2.0},
     "granite": {"logits_scaling": 5.0},
+    "qwen3_moe": EXPERTS,
 }
 OF_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ({"rope_parameters": MROPE}, {"window_size": 56, "fullatt_block_indexes": [1]}),
     "qwen3_vl": ({"rope_parameters": MROPE}, DEEP),
+    "qwen3_vl_moe": ({"rope_parameters": MROPE, **EXPERTS}, DEEP),
 }
 """What a family adds to the language model and to the vision tower."""
 KINDS = (*OF_TEXT, *OF_IMAGES)
