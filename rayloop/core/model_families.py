@@ -34,6 +34,10 @@ FAMILIES = {
     "qwen3_vl": Family(images=True),
     "qwen3_moe": Family(experts="each"),
     "qwen3_vl_moe": Family(images=True, experts="transposed"),
+    "qwen3_5": Family(images=True, pooled=True, packs=False),
+    "qwen3_5_text": Family(packs=False),
+    "qwen3_5_moe": Family(images=True, pooled=True, packs=False, experts="each"),
+    "qwen3_5_moe_text": Family(packs=False, experts="each"),
 }
 
 

@@ -4,24 +4,28 @@ sync, and what is exported is what plain transformers loads."""
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from rayloop.core.model_families import FAMILIES
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines.generation.transformers import TransformersEngine
-from rayloop.engines.models import load_model, load_vision, save_model
-from rayloop.engines.settings import FsdpSettings, ModelSettings
+from rayloop.engines.models import hf_state, load_model, load_vision, save_model
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine, image, prompt, vision_tokens
 from tests.engines.training import engine as trainer
-from tests.support.model_families import KINDS, OF_IMAGES, write
+from tests.support.model_families import KINDS, write
+from tests.support.runs import ROOT
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,7 +43,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def played(server: TransformersEngine, folder: Path, number: int, version: Version) -> Trajectory:
     """Three turns; each shows a picture of its own to a model that reads images."""
     turns, ids, shown = list[Turn](), list[int](), list[Any]()
-    looks = folder.name.rstrip("0123456789") in OF_IMAGES
+    looks = (folder / "preprocessor_config.json").is_file()
     for k in range(TURNS):
         seen = [image(28 * (1 + (number + k) % 3), 56, seed=10 * number + k)] if looks else []
         said = prompt(folder, f"What is {number} + {k}? " * (1 + number), *seen)
@@ -103,7 +107,7 @@ def test_a_family_is_trained_as_it_samples_and_exported_as_it_is_loaded(folder: 
         first = await episodes(server, folder, Version(0, 0))
         with trainer(folder, FsdpSettings(micro_batch_tokens=1, **FLOAT32)) as alone:
             unpacked = alone.logprobs(first)
-        with trainer(folder, FsdpSettings(**FLOAT32)) as packed:
+        with trainer(folder, FsdpSettings(**FLOAT32), OptimizerSettings(lr=1e-3)) as packed:
             assert gaps(packed.logprobs(first), sampled(first)).max() < LIMIT
             assert gaps(packed.logprobs(first), unpacked).max() < LIMIT
             if first[0].images:
@@ -122,7 +126,22 @@ def test_a_family_is_trained_as_it_samples_and_exported_as_it_is_loaded(folder: 
     asyncio.run(run())
 
 
-def test_ranks_that_load_no_weights_have_its_names(folder: Path) -> None:
+def test_names_are_those_of_the_checkpoint_also_without_weights(folder: Path) -> None:
     settings = ModelSettings(path=str(folder))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert hf_state(load_model(settings)).keys() == set(file.keys()), "the names that transformers saves"
     named = dict(load_model(settings, weights=False).named_parameters())
     assert named.keys() == dict(load_model(settings).named_parameters()).keys()
+
+
+def test_every_family_is_held_to_it_and_on_the_page() -> None:
+    assert FAMILIES.keys() <= {*KINDS}
+    groups = defaultdict[tuple[bool, bool], list[str]](list)
+    for kind, one in FAMILIES.items():
+        groups[one.images, one.packs].append(f"`{kind}`")
+    rows = [f"| {', '.join(kinds)} | {_said(images)} | {_said(packs)} |\n" for (images, packs), kinds in groups.items()]
+    assert "".join(rows) in (ROOT / "docs/bring_your_own/model.md").read_text(encoding="utf-8")
+
+
+def _said(value: bool) -> str:
+    return "yes" if value else "no"

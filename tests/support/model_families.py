@@ -22,17 +22,29 @@ VISION: dict[str, Any] = {
 }  # fmt: skip
 DEEP = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
 MROPE = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [2, 3, 3]}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 24}
+ALL_ROTARY = {**MROPE, "partial_rotary_factor": 1.0}
+NO_DEPTH = {"num_position_embeddings": 64}
 OF_TEXT: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     "gemma3_text": {"sliding_window": 8, "final_logit_softcapping": 2.0},
     "granite": {"logits_scaling": 5.0},
     "qwen3_moe": EXPERTS,
+    "qwen3_5_text": {**LINEAR, "rope_parameters": ALL_ROTARY},
+    "qwen3_5_moe_text": {**LINEAR, **SHARED, "rope_parameters": ALL_ROTARY},
 }
 OF_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ({"rope_parameters": MROPE}, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
     "qwen2_5_vl": ({"rope_parameters": MROPE}, {"window_size": 56, "fullatt_block_indexes": [1]}),
     "qwen3_vl": ({"rope_parameters": MROPE}, DEEP),
     "qwen3_vl_moe": ({"rope_parameters": MROPE, **EXPERTS}, DEEP),
+    "qwen3_5": ({"rope_parameters": ALL_ROTARY, **LINEAR}, NO_DEPTH),
+    "qwen3_5_moe": ({"rope_parameters": ALL_ROTARY, **LINEAR, **SHARED}, NO_DEPTH),
 }
 """What a family adds to the language model and to the vision tower."""
 KINDS = (*OF_TEXT, *OF_IMAGES)

@@ -269,6 +269,7 @@ class _Batch:
         return tokens[select]
 
     def _select(self, select: Tensor) -> None:
-        self._cache.batch_select_indices(select)
+        for layer in self._cache.layers:
+            getattr(layer, "batch_select_indices", layer.reorder_cache)(select)  # a recurrent state has the latter only
         self._positions = self._positions[:, select]
         self._mask = None if self._mask is None else self._mask[select]
