@@ -215,7 +215,7 @@ class RunProgram:
         """Where programs run. Raises ConfigError when that is known not to work here."""
         if isinstance(settings.sandbox, LocalSandbox) and (why := bubblewrap.refused_here()):
             raise ConfigError(f"sandbox.kind: local runs no program here: {why}. Choose another kind (docs/security.md, Programs)")
-        return f"programs: {getattr(settings.sandbox, 'kind', 'a sandbox of your own')}"
+        return f"programs: {settings.sandbox.use if isinstance(settings.sandbox, Component) else settings.sandbox.kind}"
 
     def __call__(self, program: str) -> ToolResult:
         """Raises ToolError for what is no program, EnvironmentFailed."""

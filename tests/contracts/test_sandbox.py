@@ -376,7 +376,7 @@ def test_a_run_says_where_programs_run(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     assert held_in(run(sandbox=of_server("http://h:8080"))) == "programs: sandbox_fusion"
-    assert held_in(run(sandbox={"use": f"{HERE}:Own"})) == "programs: a sandbox of your own"
+    assert held_in(run(sandbox={"use": f"{HERE}:Own"})) == "programs: tests.contracts.test_sandbox:Own"
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match=r"sandbox\.kind: local runs no program here: bwrap is not installed"):
         held_in(run())

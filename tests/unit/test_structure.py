@@ -85,6 +85,9 @@ def test_every_module_is_used(here: Checkout) -> None:
     found = [path for top in tops for path in (ROOT / top).rglob("*") if path.suffix in kinds]
     text = "\n".join(path.read_text(encoding="utf-8") for path in found)
     named = set(re.findall(r"\brayloop(?:\.\w+)+(?=[:\"'])|(?<=from )rayloop[.\w]+|(?<=-m )[.\w]+|(?<=-m\", \")[.\w]+", text))
+    named |= {
+        path.replace("/", ".") for path in re.findall(r"\b(rayloop/[\w/]+)\.py:", text)
+    }  # what another Python runs by its path
     of_recipes = re.compile(r"rayloop\.recipes\.\w+\.(prepare|score)")  # found by the recipe's name
     product = [
         m.name for m in here.modules.values() if m.name.startswith("rayloop.") and m.path.stem not in ("__init__", "__main__")
