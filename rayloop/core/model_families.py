@@ -15,7 +15,7 @@ RECURRENT = ("mamba", "ssm_", "state_size", "linear_conv", "linear_key", "conv_L
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ModelFamily:
     """``images``: grids of patches, one token for a square of them, with M-RoPE positions. ``pooled``: their features enter only
     with the embeddings, so that they can be cached between turns. ``packs``: a row holds several trajectories, else one.
     ``experts``: how the checkpoint has the tensors of a mixture of experts, one for each layer here: one for each expert, or
@@ -27,21 +27,21 @@ class Family:
     experts: Literal["", "each", "transposed"] = ""
 
 
-OTHERS = Family()
+OTHERS = ModelFamily()
 FAMILIES = {
-    "qwen2_vl": Family(images=True, pooled=True),
-    "qwen2_5_vl": Family(images=True, pooled=True),
-    "qwen3_vl": Family(images=True),
-    "qwen3_moe": Family(experts="each"),
-    "qwen3_vl_moe": Family(images=True, experts="transposed"),
-    "qwen3_5": Family(images=True, pooled=True, packs=False),
-    "qwen3_5_text": Family(packs=False),
-    "qwen3_5_moe": Family(images=True, pooled=True, packs=False, experts="each"),
-    "qwen3_5_moe_text": Family(packs=False, experts="each"),
+    "qwen2_vl": ModelFamily(images=True, pooled=True),
+    "qwen2_5_vl": ModelFamily(images=True, pooled=True),
+    "qwen3_vl": ModelFamily(images=True),
+    "qwen3_moe": ModelFamily(experts="each"),
+    "qwen3_vl_moe": ModelFamily(images=True, experts="transposed"),
+    "qwen3_5": ModelFamily(images=True, pooled=True, packs=False),
+    "qwen3_5_text": ModelFamily(packs=False),
+    "qwen3_5_moe": ModelFamily(images=True, pooled=True, packs=False, experts="each"),
+    "qwen3_5_moe_text": ModelFamily(packs=False, experts="each"),
 }
 
 
-def family(kind: str) -> Family:
+def family(kind: str) -> ModelFamily:
     """The family of a model_type."""
     return FAMILIES.get(kind, OTHERS)
 

@@ -9,7 +9,7 @@ FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def as_saved(layout: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensor under the names of the checkpoint, as views of it. ``layout``: of the family (``Family.experts``)."""
+    """The tensor under the names of the checkpoint, as views of it. ``layout``: of the family (``ModelFamily.experts``)."""
     if not layout or not name.endswith(FUSED):
         return {name: tensor}
     if layout == "transposed":
