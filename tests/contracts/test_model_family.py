@@ -31,7 +31,6 @@ pytestmark = pytest.mark.timeout(300)
 
 LIMIT = 1e-5
 TURNS, EPISODES = 3, 3
-FLOAT32 = {"dtype": "float32"}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -103,11 +102,11 @@ def step(trained: FsdpEngine, trajectories: list[Trajectory]) -> None:
 
 def test_a_family_is_trained_as_it_samples_and_exported_as_it_is_loaded(folder: Path, tmp_path: Path) -> None:
     async def run() -> None:
-        server = await engine(folder, **FLOAT32)
+        server = await engine(folder, dtype="float32")
         first = await episodes(server, folder, Version(0, 0))
-        with trainer(folder, FsdpSettings(micro_batch_tokens=1, **FLOAT32)) as alone:
+        with trainer(folder, FsdpSettings(micro_batch_tokens=1, dtype="float32")) as alone:
             unpacked = alone.logprobs(first)
-        with trainer(folder, FsdpSettings(**FLOAT32), OptimizerSettings(lr=1e-3)) as packed:
+        with trainer(folder, FsdpSettings(dtype="float32"), OptimizerSettings(lr=1e-3)) as packed:
             assert gaps(packed.logprobs(first), sampled(first)).max() < LIMIT
             assert gaps(packed.logprobs(first), unpacked).max() < LIMIT
             if first[0].images:

@@ -40,7 +40,7 @@ def test_packed_log_probs_are_those_of_plain_transformers(kind: str, tmp_path: P
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **FAMILIES[kind])).save_pretrained(tmp_path)
     shapes = [[(5, None, 3)], [(20, None, 11)], [(9, None, 6), (4, None, 5)]]
-    played = [trajectory(tmp_path, number, turns) for number, turns in enumerate(shapes)]  # type: ignore[arg-type]
+    played = [trajectory(tmp_path, number, turns) for number, turns in enumerate(shapes)]
     turns = (played[2].turns[0], *played[1].turns[1:])
     played.append(dataclasses.replace(played[2], id=TrajectoryId(2, 1), turns=turns))  # its prompt is shared
     scorer = FrozenScorer(ModelSettings(path=str(tmp_path)), FsdpSettings(dtype="float32"))

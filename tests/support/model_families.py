@@ -44,7 +44,7 @@ OF_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({"rope_parameters": MROPE}, DEEP),
     "qwen3_vl_moe": ({"rope_parameters": MROPE, **EXPERTS}, DEEP),
     "qwen3_5": ({"rope_parameters": ALL_ROTARY, **LINEAR}, NO_DEPTH),
-    "qwen3_5_moe": ({"rope_parameters": ALL_ROTARY, **LINEAR, **SHARED}, NO_DEPTH),
+    "qwen3_5_moe": ({"rope_parameters": ALL_ROTARY, **LINEAR, **SHARED, "initializer_range": 0.05}, NO_DEPTH),
 }
 """What a family adds to the language model and to the vision tower."""
 KINDS = (*OF_TEXT, *OF_IMAGES)

@@ -69,11 +69,6 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
         raise ConfigError(
             f"model.path {settings.path} cannot be loaded: {error}. Expected a folder in Hugging Face layout"
         ) from error
-    if model._is_stateful and family(config.model_type).packs:
-        raise ConfigError(
-            f"model.path {settings.path}: {config.model_type} keeps a state along its sequence, which packed rows would mix. Use a "
-            "model of attention only"
-        )
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
     if vision:
