@@ -6,11 +6,10 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from rayloop.core.failures import ConfigError
 
@@ -20,25 +19,10 @@ BLOCKS, BLOCK = 16, 2**16
 """A larger one is hashed by its size and at so many places, so many bytes at each."""
 HUB = 3.0
 """Seconds within which the Hub must say which commit a name stands for; it is asked once."""
-GRID_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
-"""Model types whose images are grids of patches with M-RoPE positions."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 HUB_NAME, COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"[0-9a-f]{40}")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 """The files of peft's adapters, which are no model."""
 TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetensors"
-
-
-def unsupported(kind: str, vision: bool, text: Mapping[str, Any]) -> str:
-    """Why a model of this model_type cannot be trained; "" when it can. ``text``: the configuration of its language model."""
-    if experts := max(int(text.get(name) or 0) for name in EXPERTS):
-        return (
-            f"{kind} is a mixture of {experts} experts, one tensor here and many in its checkpoint: no weight sync sends them. "
-            "Use a dense model"
-        )
-    if vision and kind not in GRID_MODELS:
-        return f"images of {kind!r} models are not supported; use one of {', '.join(sorted(GRID_MODELS))}, or a text-only model"
-    return ""
 
 
 def hashed(files: Iterable[Path]) -> str:

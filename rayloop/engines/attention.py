@@ -168,15 +168,25 @@ def _part(sequences: _Sequences, total: int) -> tuple[_Part, Tensor]:
 
 
 def _attend(module: Module, query: Tensor, key: Tensor, value: Tensor, layout: _Layout, **options: Any) -> Tensor:
-    """Attention [1, T, heads, d], one call for each part of the row."""
+    """Attention [1, T, heads, d], one call for each part of the row. ``sliding_window`` of a layer: how many tokens one sees."""
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     outputs = []
-    for own, seen, mask in layout.parts:
+    for own, seen, mask in (_windowed(part, options.get("sliding_window")) for part in layout.parts):
         plain = query.device.type == "cpu" and query.dtype == torch.bfloat16 and seen.shape[1] <= PLAIN_UP_TO
         forward = plain_attention if plain else sdpa_attention_forward
         output, _ = forward(module, _take(queries, own), _take(keys, seen), _take(values, seen), mask, **options)
         outputs.append(output.flatten(0, 1).flatten(1))
     return torch.cat(outputs).index_select(0, layout.places).view(1, *queries.shape)
+
+
+def _windowed(part: _Part, window: int | None) -> _Part:
+    """The part where a token sees ``window`` tokens, itself among them; None: all before it."""
+    length = part.seen.shape[1]
+    if window is None or length <= window:
+        return part
+    causal = part.seen.new_ones(length, length, dtype=torch.bool).tril()[None, None] if part.mask is None else part.mask
+    first = causal.sum(-1, keepdim=True) - window
+    return part._replace(mask=causal & (torch.arange(length, device=causal.device) >= first))
 
 
 def plain_attention(

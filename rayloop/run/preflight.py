@@ -9,7 +9,8 @@ from rayloop.chat.rendering import Renderer
 from rayloop.chat.tokenizer import load_tokenizer, read_json
 from rayloop.config.settings import components
 from rayloop.core.failures import ConfigError
-from rayloop.core.model_files import HUB_NAME, resolve, unsupported
+from rayloop.core.model_families import unsupported
+from rayloop.core.model_files import HUB_NAME, resolve
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed

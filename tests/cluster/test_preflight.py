@@ -155,7 +155,7 @@ def test_rows_that_are_named_and_never_evaluated_are_reported(tmp_path: Path) ->
     ("described", "why"),
     [
         ({"model_type": "gemma3", "vision_config": {}}, "images of 'gemma3' models are not supported"),
-        ({"model_type": "qwen3_moe", "num_experts": 60}, "qwen3_moe is a mixture of 60 experts"),
+        ({"model_type": "qwen2_moe", "num_experts": 60}, "qwen2_moe is a mixture of 60 experts"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused_before_ray_starts(tmp_path: Path, described: dict[str, Any], why: str) -> None:

@@ -62,12 +62,12 @@ def test_missing_folder_unsupported_model_and_missing_weights(tiny_vlm: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("qwen3_moe", "num_experts"), ("mixtral", "num_local_experts"), ("qwen3_vl_moe", "num_experts")]
+    ("kind", "name"), [("qwen2_moe", "num_experts"), ("mixtral", "num_local_experts"), ("glm4v_moe", "n_routed_experts")]
 )
 def test_a_mixture_of_experts_is_refused_by_name_before_it_is_loaded(kind: str, name: str, tmp_path: Path) -> None:
     config = {name: 8}
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": kind, **({"text_config": config} if "vl" in kind else config)}), encoding="utf-8"
+        json.dumps({"model_type": kind, **({"text_config": config} if "4v" in kind else config)}), encoding="utf-8"
     )
     with pytest.raises(ConfigError, match=f"{kind} is a mixture of 8 experts"):
         load_model(settings(tmp_path))

@@ -16,10 +16,11 @@ from transformers.cache_utils import DynamicLayer
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.kept import Kept
+from rayloop.core.model_families import family
 from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
 from rayloop.engines.attention import use_grouped_decoding
 from rayloop.engines.generation.sampler import Sampler, StopStrings, packed, uniforms
-from rayloop.engines.models import POOLED_MODELS, Vision, positions, tensor_cache
+from rayloop.engines.models import Vision, positions, tensor_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Decoder:
 
     def _image(self, vision: Vision, image: PromptImage) -> Tensor:
         """Features [tokens, hidden], or pixels; each image is encoded alone, whatever else is in the batch."""
-        if self._model.config.model_type not in POOLED_MODELS:
+        if not family(self._model.config.model_type).pooled:
             return vision.pixels(image.ref, image.data)
 
         def features() -> Tensor:
@@ -210,7 +211,7 @@ class _Batch:
         if not images:
             return {"input_ids": token_ids}
         stacked = torch.cat(images).to(self._device, self._model.dtype)
-        if self._model.config.model_type not in POOLED_MODELS:
+        if not family(self._model.config.model_type).pooled:
             grids = torch.cat([prompt.grids for prompt in prompts]).to(self._device)
             return {"input_ids": token_ids, "pixel_values": stacked, "image_grid_thw": grids}
         embeddings = self._model.get_input_embeddings()(token_ids)
@@ -268,6 +269,7 @@ class _Batch:
         return tokens[select]
 
     def _select(self, select: Tensor) -> None:
-        self._cache.batch_select_indices(select)
+        for layer in self._cache.layers:
+            getattr(layer, "batch_select_indices", layer.reorder_cache)(select)  # a recurrent state has the latter only
         self._positions = self._positions[:, select]
         self._mask = None if self._mask is None else self._mask[select]

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import FlatTrajectory, ImageRef, Sampling, Trajectory
 from rayloop.engines.attention import shares_prompts
-from rayloop.engines.models import POOLED_MODELS, Vision, load_vision, positions, tensor_cache
+from rayloop.engines.models import Vision, load_vision, positions, tensor_cache
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.grpo.batch import Batch, TrainSample, make_sample
 from rayloop.grpo.packing import micro_batches, pack, packed_length, prompt_groups
@@ -33,6 +34,7 @@ class Collator:
 
     def __init__(self, model: Any, settings: ModelSettings, engine: FsdpSettings, device: torch.device) -> None:
         self._model = model
+        self._family = family(model.config.model_type)
         self._device = device
         self._vision = load_vision(settings, model.config)
         self._engine = engine
@@ -55,7 +57,10 @@ class Collator:
         return make_sample(item, flat, self._position_ids(trajectory, flat), pixels)
 
     def plan(self, samples: Sequence[TrainSample]) -> list[list[TrainSample]]:
-        """Returns the samples by micro-batch: packed up to ``micro_batch_tokens``; a longer sample is alone."""
+        """Returns the samples by micro-batch: packed up to ``micro_batch_tokens``; a longer sample is alone, and so is each of a
+        family whose rows hold one."""
+        if not self._family.packs:
+            return [[sample] for sample in samples]
         budget = self._engine.micro_batch
         groups = prompt_groups(samples, budget) if shares_prompts(self._model) else [[sample] for sample in samples]
         plan = micro_batches([packed_length(group) for group in groups], budget)
@@ -84,7 +89,7 @@ class Collator:
         complete = samples and (self._vision is None or any(sample.pixels for sample in samples))
         return pack(
             [*samples] if complete else [*samples, self._dummy],
-            share_images=self._model.config.model_type in POOLED_MODELS,
+            share_images=self._family.pooled,
             share_prompts=shares_prompts(self._model),
         )
 

@@ -22,11 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
 from rayloop.core.files import Checksum
+from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
 from rayloop.core.threads import asked, settle, start
 from rayloop.core.types import Trajectory, Version, derive
 from rayloop.engines.machine import keep_freed
 from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
+from rayloop.engines.models.experts import as_saved
 from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator
@@ -104,6 +106,7 @@ class FsdpEngine:
         settings = self._settings
         self._model = from_first(lambda weights: load_model(model, dtype=torch.float32, weights=weights), mesh)
         self._names = checkpoint_names(self._model)
+        self._experts = family(self._model.config.model_type).experts
         self._collator = Collator(self._model, model, settings, self._device)
         self._choose_trainable()
         learns_entropy = self._loss_settings.uses_entropy
@@ -278,7 +281,9 @@ class FsdpEngine:
             if self._rank == 0:
                 # Converted before it moves: a blocking copy to another type moves float32 and converts on the CPU.
                 typed = full.to(dtype)
-                tensors[self._names[base_name(name)]] = typed.to("cpu", copy=typed is full)
+                here = typed.to("cpu", copy=typed is full)
+                saved = as_saved(self._experts, self._names[base_name(name)], here)
+                tensors |= {own: tensor.contiguous() for own, tensor in saved.items()}
         return tensors
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class Scorer(nn.Module):
         return {"inputs_embeds": embeddings.masked_scatter(places, images)}
 
     def _chunk(self, hidden: Tensor, batch: Batch, part: slice, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        logits = self.model.get_output_embeddings()(hidden[part]).float()
+        logits = logits_of(self.model, hidden[part]).float()
         kept = None if batch.kept is None else batch.kept[part]
         logp = masked_logprobs(logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens, kept)
         chosen = logp.gather(1, batch.targets[part, None])[:, 0]
@@ -82,6 +82,30 @@ class Scorer(nn.Module):
             return chosen, None
         with torch.set_grad_enabled(self.learns_entropy and torch.is_grad_enabled()):
             return chosen, -(logp.exp() * logp).sum(1)
+
+
+class _Hidden(tuple[Tensor]):
+    """What a language model returns, of which only the last hidden states [1, n, H] are there."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """The same as its first element."""
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        """Anything else that a head may hand on."""
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """Logits [n, V] from last hidden states [n, H], by the model's own forward pass around its head: families scale, cap or shift
+    them there."""
+    below, output = model.base_model, _Hidden((hidden[None],))
+    below.forward = lambda *_, **__: output
+    try:
+        logits: Tensor = model(input_ids=hidden.new_zeros(1, 0, dtype=torch.int64), use_cache=False).logits[0]
+    finally:
+        del below.forward
+    return logits
 
 
 def masked_logprobs(

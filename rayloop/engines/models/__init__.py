@@ -29,17 +29,15 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError
-from rayloop.core.model_files import unsupported
+from rayloop.core.model_families import family, unsupported
 from rayloop.core.protocols import Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, PromptImage, TokenPrompt
 from rayloop.data.images import decode
 from rayloop.engines.attention import use_packed_vision
+from rayloop.engines.models.experts import FUSED, as_saved
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES, verify
-
-POOLED_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl"})
-"""Vision models whose image features enter only with the embeddings, so that they can be cached between turns."""
 
 
 def has_vision(config: PreTrainedConfig) -> bool:
@@ -179,9 +177,11 @@ def positions(model: PreTrainedModel, token_ids: Tensor, grids: Tensor) -> Tenso
 
 
 def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
-    """The model's parameter names mapped to those of its Hugging Face checkpoint; a tied head is listed once. Raises ConfigError
-    for a model whose checkpoint is not a plain renaming of its parameters."""
-    names = [name for name, _ in model.named_parameters()]
+    """The model's parameter names mapped to those of its Hugging Face checkpoint; a tied head is listed once, and experts by the
+    name that all of a layer have here. Raises ConfigError for a model whose checkpoint is else no renaming of its parameters."""
+    every = [name for name, _ in model.named_parameters()]
+    fused = FUSED if family(model.config.model_type).experts else ()
+    names = [name for name in every if not name.endswith(fused)]
     try:
         tags = revert_weight_conversion(model, {name: torch.tensor([i, i]) for i, name in enumerate(names)})
     except (IndexError, RuntimeError, ValueError):  # a conversion of tensors of other shapes
@@ -189,13 +189,16 @@ def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
     by_index = {int(tag[0]): name for name, tag in tags.items() if tag.shape == (2,)}
     if sorted(by_index) != list(range(len(names))):
         raise ConfigError(f"{type(model).__name__}: its checkpoint merges or splits parameters, which a weight sync cannot send")
-    return {name: by_index[i] for i, name in enumerate(names)}
+    return {name: name for name in every} | {name: by_index[i] for i, name in enumerate(names)}
 
 
 def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """The parameters themselves (detached, same storage) under their checkpoint names."""
-    names = checkpoint_names(model)
-    return {names[name]: parameter.detach() for name, parameter in model.named_parameters()}
+    names, layout = checkpoint_names(model), family(model.config.model_type).experts
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        tensors |= as_saved(layout, names[name], parameter.detach())
+    return tensors
 
 
 def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

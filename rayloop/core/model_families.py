@@ -1,0 +1,74 @@
+"""What the families of models have in common and what not, by transformers' ``model_type``; a new family is a line here. A causal
+language model of attention alone needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ATTENDING = frozenset({"full_attention", "sliding_attention", "attention", "dense", "sparse"})
+"""Types of layers that keep the trajectories of a packed row apart."""
+RECURRENT = ("mamba", "ssm_", "state_size", "linear_conv", "linear_key", "conv_L", "lru_width")
+"""How the names of settings begin that recurrent layers have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFamily:
+    """``images``: grids of patches, one token for a square of them, with M-RoPE positions. ``pooled``: their features enter only
+    with the embeddings, so that they can be cached between turns. ``packs``: a row holds several trajectories, else one.
+    ``experts``: how the checkpoint has the tensors of a mixture of experts, one for each layer here: one for each expert, or
+    transposed; "": not known, hence refused."""
+
+    images: bool = False
+    pooled: bool = False
+    packs: bool = True
+    experts: Literal["", "each", "transposed"] = ""
+
+
+OTHERS = ModelFamily()
+FAMILIES = {
+    "qwen2_vl": ModelFamily(images=True, pooled=True),
+    "qwen2_5_vl": ModelFamily(images=True, pooled=True),
+    "qwen3_vl": ModelFamily(images=True),
+    "qwen3_moe": ModelFamily(experts="each"),
+    "qwen3_vl_moe": ModelFamily(images=True, experts="transposed"),
+    "qwen3_5": ModelFamily(images=True, pooled=True, packs=False),
+    "qwen3_5_text": ModelFamily(packs=False),
+    "qwen3_5_moe": ModelFamily(images=True, pooled=True, packs=False, experts="each"),
+    "qwen3_5_moe_text": ModelFamily(packs=False, experts="each"),
+}
+
+
+def family(kind: str) -> ModelFamily:
+    """The family of a model_type."""
+    return FAMILIES.get(kind, OTHERS)
+
+
+def unsupported(kind: str, vision: bool, text: Mapping[str, Any]) -> str:
+    """Why a model of this model_type cannot be trained; "" when it can. ``text``: the configuration of its language model."""
+    known = family(kind)
+    if (experts := max(int(text.get(name) or 0) for name in EXPERTS)) and not known.experts:
+        mixtures = ", ".join(sorted(name for name, one in FAMILIES.items() if one.experts))
+        return (
+            f"{kind} is a mixture of {experts} experts, one tensor here and many in its checkpoint: no weight sync sends them. "
+            f"Use a dense model{mixtures and ', or one of ' + mixtures}"
+        )
+    if vision and not known.images:
+        readers = ", ".join(sorted(name for name, one in FAMILIES.items() if one.images))
+        return f"images of {kind!r} models are not supported; use one of {readers}, or a text-only model"
+    if known.packs and (layers := _mixing(text)):
+        return (
+            f"{kind} has layers of {layers}, which would carry one trajectory of a packed row into the next. Use a model whose "
+            "layers are all full or sliding attention"
+        )
+    return ""
+
+
+def _mixing(text: Mapping[str, Any]) -> str:
+    """The layers, or their setting, that see beyond a trajectory's start; "" for none. Some configurations name no layers."""
+    layers = text.get("layer_types") or text.get("layers_block_type")
+    if layers:
+        return ", ".join(sorted({*layers} - ATTENDING))
+    return next((name for name, value in sorted(text.items()) if value and name.startswith(RECURRENT)), "")
