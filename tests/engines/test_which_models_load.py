@@ -23,14 +23,17 @@ KINDS = (
     "gemma3", "gemma4", "internvl", "glm4v", "llava_onevision", "qwen3_moe", "qwen3_vl_moe", "mixtral",
     "kimi_k25",
 )  # fmt: skip
+VOCABULARY = 1024
 LOADS_TEXT, LOADS_IMAGES = "load: text", "load: text and images"
 OTHER_IMAGES, EXPERTS = "refused: other images", "refused: other experts"
 
 
 def answer(kind: str) -> str:
-    """What loading a model of this kind says, in the default sizes of its configuration and without weights."""
+    """What loading a model of this kind says, in the default sizes of its configuration but few tokens, and without weights."""
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.for_model(kind)
+        if ((text := config.get_text_config()).pad_token_id or 0) < VOCABULARY:
+            text.vocab_size = VOCABULARY  # embeddings are on the CPU for a moment
         config.save_pretrained(folder)
         try:
             load_model(ModelSettings(path=folder), weights=False)
