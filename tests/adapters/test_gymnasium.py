@@ -63,9 +63,10 @@ def test_a_vector_environment_is_refused_with_what_to_do() -> None:
 
 @pytest.mark.parametrize("settings", [GRID], ids=["minigrid"])
 def test_a_step_is_trained(picture_model: Path, train: Train, settings: dict[str, Any]) -> None:
-    train(
+    run = train(
         picture_model,
         [{"prompt": "Play.", "seed": seed} for seed in range(4)],
         data__reader={"use": "rayloop.data.dataset:ChatRows"},
         environment={"episode": {"environment": kind(settings), "max_turns": 2}},
     )
+    assert 1 <= run.metrics[0]["rollout/turns/mean"] <= 2

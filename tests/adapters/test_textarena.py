@@ -81,9 +81,10 @@ def test_what_cannot_be_played_is_refused() -> None:
 
 def test_a_step_is_trained(digits_model: Path, train: Train) -> None:
     rows = [{"prompt": "Play.", "seed": seed} for seed in range(4)]
-    train(
+    run = train(
         digits_model,
         rows,
         data__reader={"use": "rayloop.data.dataset:ChatRows"},
         environment={"episode": {"environment": GUESS, "max_turns": 3}},
     )
+    assert 1 <= run.metrics[0]["rollout/turns/mean"] <= 3
