@@ -41,7 +41,7 @@ from rayloop.envs.episode import CLOSE_TIMEOUT, play
 from rayloop.envs.instance import Environments
 from rayloop.rollout.scheduler import requests
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import FORGETS, jsonable
+from rayloop.run.folder import RESTARTS, jsonable
 from rayloop.transports.settings import ObjectStoreTransport
 from rayloop.view.words import rewarded, visible
 
@@ -223,7 +223,7 @@ class _Trial:
         self.write(f"\nanswer {number}: {sampled} tokens sampled, the episode ended as {played.end_reason}{by}")
         for turn in played.turns[1:]:
             role = f"{turn.role}: " if len(played.turns) > 2 else ""
-            self.write(_indented(role + (FORGETS if turn.restart else self.renderer.shown(turn.token_ids))))
+            self.write(_indented(role + (RESTARTS if turn.restart else self.renderer.shown(turn.token_ids))))
         outcome = (await scoring)[played.id]
         self.write(rewarded(outcome))
         if outcome.trace:

@@ -115,7 +115,7 @@ def make_folder(path: Path, choice: str) -> None:
         raise ConfigError(f"{path} cannot be made or written to: {error.strerror}. Choose another folder with {choice}") from error
 
 
-FORGETS = "(the oldest images leave the context)"
+RESTARTS = "(a context begins anew)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ def rollout_record(
 
 def _turn(turn: Turn, trajectory: Trajectory, text: Callable[[TokenIds], str]) -> RolloutTurn:
     if turn.restart:
-        return RolloutTurn(turn.role, FORGETS, False)
+        return RolloutTurn(turn.role, RESTARTS, False)
     images = _entries(turn.images, trajectory)
     return RolloutTurn(turn.role, text(turn.token_ids), turn.sampled, images, turn.executed, turn.reward)
 

@@ -20,7 +20,7 @@ from rayloop.core.groups import Credit, Group, Member, Scored, Status, Trajector
 from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.rewards.saved import played
 from rayloop.run import lock
-from rayloop.run.folder import FORGETS, RunFolder, rollout_record
+from rayloop.run.folder import RESTARTS, RunFolder, rollout_record
 from rayloop.run.lock import Holder
 from rayloop.run.records.jsonl import JsonLines
 
@@ -201,7 +201,7 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
 
     scored, unscored = (json.loads(line) for line in folder.rollouts.file(12).read_text(encoding="utf-8").splitlines())
     assert (folder.rollouts.path / scored["images"][0]["file"]).read_bytes() == png
-    assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1/2", ["3 4", FORGETS, "3 4"])
+    assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1/2", ["3 4", RESTARTS, "3 4"])
     assert scored["turns"][1]["images"] == []
     assert [turn["reward"] for turn in scored["turns"]] == [turn.reward for turn in played(scored).turns[1:]] == [0.25, 0.0, 0.25]
     assert (scored["group"], scored["sample"], scored["step"], scored["versions"]) == (7, 0, 12, ["1.4", "1.4"])
