@@ -85,8 +85,8 @@ class Harness:
         limits = {"seconds": s.deadline, "memory_mb": s.memory_mb, "processes": s.processes}
         asked = {"run": s.run, "row": row, "address": address, "limits": limits, "call": call}
         asked |= {"variables": self._variables(address), "folder": os.getcwd()}
-        nursery = await in_thread(_nursery, s.python or sys.executable, s.preload, timeout=2 * READY)
-        found = await nursery.host(asked)
+        server = await in_thread(_fork_server, s.python or sys.executable, s.preload, timeout=2 * READY)
+        found = await server.host(asked)
         *earlier, last = found["output"].strip()[-SHOWN:].split("\n")
         said = f": {last}" + ("\n" + "\n".join(earlier) if earlier else "") if last else ""  # of events people see one line
         if found["end"]:
@@ -107,7 +107,7 @@ def _passed() -> dict[str, str]:
     return {name: value for name in PASSED if (value := os.environ.get(name)) is not None}
 
 
-class _Nursery:
+class _ForkServer:
     """The process from which the agents of one Python are forked (agents/host.py); it ends with this one."""
 
     def __init__(self, python: str, preload: tuple[str, ...]) -> None:
@@ -153,16 +153,16 @@ class _Nursery:
         raise EnvironmentFailed("the process that runs the agent ended without a word")
 
 
-_nurseries: dict[tuple[str, tuple[str, ...]], _Nursery] = {}
+_fork_servers: dict[tuple[str, tuple[str, ...]], _ForkServer] = {}
 _starting = threading.Lock()
 
 
-def _nursery(python: str, preload: tuple[str, ...]) -> _Nursery:
+def _fork_server(python: str, preload: tuple[str, ...]) -> _ForkServer:
     """The one of this Python, started where there is none."""
     with _starting:
-        found = _nurseries.get((python, preload))
+        found = _fork_servers.get((python, preload))
         if found is None or not found.alive():
-            found = _nurseries[python, preload] = _Nursery(python, preload)
+            found = _fork_servers[python, preload] = _ForkServer(python, preload)
         return found
 
 

@@ -1,6 +1,6 @@
 """Runs agents: ``python host.py NAME MODULE...`` imports the modules, and forks for each connection of its own user to the abstract
 Unix socket NAME. A connection carries a JSON object on one line, and brings one line that says how the agent ended. The agent and
-all that it started are killed at a limit, at its end, and when the connection closes because who asked is gone. Standard library
+all that it started are killed at a limit, at its end, and when the connection closes because the client is gone. Standard library
 only, since it runs in the agent's own Python."""
 
 import asyncio
@@ -31,7 +31,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def main(name: str, *modules: str) -> None:
-    """Serve until the input closes, since who started this process is gone then."""
+    """Serve until the input closes, since the process that started this one is gone then."""
     for module in modules:
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
@@ -90,7 +90,7 @@ def _watch(pid: int, output: int, limits: Mapping[str, float]) -> dict[str, Any]
                 tail = (tail + chunk)[-TAIL:]
             else:
                 open_ends.remove(output)
-        gone = "who asked for it is gone" if 0 in ready else ""  # else nothing comes
+        gone = "its client is gone" if 0 in ready else ""  # else nothing comes
         end = gone
         if not end and ended not in ready and time.monotonic() > look:
             end, look = _beyond(limits, until), time.monotonic() + LOOK
