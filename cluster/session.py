@@ -81,10 +81,11 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
     others, began = psutil.Process().children(recursive=True), time.monotonic()
     for attempt in range(1, STARTS + 1):
         try:
-            ray.init(
-                address="local", include_dashboard=False, log_to_driver=False, object_store_memory=store,
-                _temp_dir=folder, **options,
-            )  # fmt: skip
+            with _sessions_of_their_own():
+                ray.init(
+                    address="local", include_dashboard=False, log_to_driver=False, object_store_memory=store,
+                    _temp_dir=folder, **options,
+                )  # fmt: skip
             return
         except Exception as error:
             ray.shutdown()
@@ -95,6 +96,24 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
                     f"{str(error).partition(chr(10))[0]} Look at `uptime` (other work), `free -g` and `df -h /dev/shm`"
                 ) from error
             logger.warning("Ray did not start within 30 s, this machine has much to do: once more")
+
+
+_apart = False
+
+
+@contextmanager
+def _sessions_of_their_own() -> Iterator[None]:
+    """Daemons that are started within the block get no signal that is sent to our process group, as timeout(1) does: a run needs
+    them while it saves. Ray starts them with ``preexec_fn``, so Python runs what ``register_at_fork`` registered."""
+    global _apart
+    _apart = True
+    try:
+        yield
+    finally:
+        _apart = False
+
+
+os.register_at_fork(after_in_child=lambda: os.setsid() if _apart else None)
 
 
 def serve_details() -> dict[str, Any] | None:

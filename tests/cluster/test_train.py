@@ -65,7 +65,7 @@ def test_a_run_is_preempted_while_it_generates_and_continues_without_a_logger_th
         assert f"process {made.process.pid} on" in capsys.readouterr().err
 
         next_mark(made, marks, "reset", 8)
-        made.process.send_signal(signal.SIGTERM)
+        os.killpg(made.process.pid, signal.SIGTERM)  # as timeout(1) sends it
         made.ends(75, deadline=30)
     done = made.metrics[-1]["step"]
     assert f"stopped at step {done} of 6, saved" in made.text
