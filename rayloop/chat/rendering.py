@@ -1,6 +1,7 @@
 """From chat messages to token ids and back, without transformers."""
 
 import dataclasses
+import logging
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,8 @@ from rayloop.core.model_files import resolve
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, ImageSource, Message, PromptImage, Sampling, TokenIds
 from rayloop.data.images import MAX_PIXELS, ImageGeometry, PromptImages
+
+logger = logging.getLogger(__name__)
 
 _VISION = re.compile(r"vision|image|video")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -57,6 +60,7 @@ class Renderer:
         self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *unwritable}))
         self._history, self._closing = self._pieces(folder)
         self.end_tokens = self._end_tokens(folder, config)
+        self._warned = False
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
         """The messages and the assistant's header. Image files stay files (``PromptImage.data`` is None) unless tinted. Raises
@@ -65,6 +69,9 @@ class Renderer:
         try:
             chat = [self._chat(message) for message in messages]
             text = self._template(chat, generation=True, tools=[self._plain_json(tool) for tool in tools])
+            if tools and not self._warned and text == self._template(chat, generation=True):
+                self._warned = True
+                logger.warning("the model's chat template shows no tools: the policy cannot know those that the agent offers")
         except jinja2.TemplateError as error:
             raise DataFailure("messages", f"the chat template refuses them: {error}") from error
         return Rendered(self._expanded(text, images), tuple(images))

@@ -315,6 +315,20 @@ def with_tools(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> t
     return Renderer(ModelSettings(path=str(copy)), LIMIT), AutoTokenizer.from_pretrained(copy)
 
 
+def test_a_template_without_tools_is_named_once(
+    with_tools: tuple[Renderer, Any], text_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = [Message("user", ("Click.",))]
+    with_tools[0].prompt(said, [{"type": "function"}])
+    assert not caplog.messages
+    plain = Renderer(ModelSettings(path=str(text_folder)))
+    plain.prompt(said)
+    assert not caplog.messages
+    assert plain.prompt(said, [{"type": "function"}]) == plain.prompt(said, [{"type": "function"}]) == plain.prompt(said)
+    (warned,) = caplog.messages
+    assert "shows no tools" in warned
+
+
 def test_tools_are_what_transformers_makes_of_them(with_tools: tuple[Renderer, Any]) -> None:
     """At the beginning; and what follows a turn continues the conversation as the template would write it as a whole."""
     ours, theirs = with_tools
