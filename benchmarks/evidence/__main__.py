@@ -2,11 +2,12 @@
 
     python -m benchmarks.evidence NAME [--only SEED] [--arm ARM] [--note TEXT] [--out FILE] [key=value ...]
     python -m benchmarks.evidence alarms RUN...
+    python -m benchmarks.evidence peer --python PYTHON [--only SEED]
 
 Every run is put into NAME.json beside this file with the hash of its configuration, and ``--note``, the other load of the machine;
 one that is there with the same hash, and its folder below runs/evidence, is taken as it is. All intervals are 95 % bootstrap
-intervals over tasks. ``staleness`` simulates a run on a virtual clock, ``filtering`` compares filters. ``alarms`` prints of each
-run and collapse alarm the worst mean of five steps, and the limit that warns by default.
+intervals over tasks. ``staleness`` simulates a run on a virtual clock, ``filtering`` compares filters, ``peer`` trains with TRL.
+``alarms`` prints of each run and collapse alarm the worst mean of five steps, and the limit that warns by default.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.evidence import filtering, menu, staleness
+from benchmarks.evidence import filtering, menu, peer, staleness
 from benchmarks.evidence.experiments import EXPERIMENTS, SUPERVISED, Experiment
 from benchmarks.evidence.runs import Record, configured, differences, measured, start_of
 from benchmarks.evidence.tables import draw, markdown
@@ -35,6 +36,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if chosen.name in SIMULATIONS:
             SIMULATIONS[chosen.name]()
+        elif chosen.name == "peer":
+            return peer.main(chosen)
         elif chosen.name == "alarms":
             for run in chosen.runs:
                 print(json.dumps({"run": str(run), **worst(run)}))
@@ -60,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="of the configuration")
     for name in SIMULATIONS:
         names.add_parser(name, help=f"see benchmarks/evidence/{name}.py")
+    peer.add_arguments(names.add_parser("peer", help="TRL beside the experiment reasoning"))
     names.add_parser("alarms", help="collapse alarms").add_argument("runs", nargs="+", type=Path, metavar="RUN")
     return parser
 

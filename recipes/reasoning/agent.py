@@ -1,4 +1,4 @@
-"""An agent that knows nothing of rayloop: it asks its question, and asks once more when the answer is no number."""
+"""An agent that knows nothing of rayloop: it asks its question, and asks once more when the answer is long."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def play(messages: list[Any]) -> None:
     client, said = OpenAI(), list(messages)
     for _ in range(2):
         answer = client.chat.completions.create(model="policy", messages=said).choices[0].message.content or ""
-        if answer.strip().isdigit():
+        if len(answer.split()) <= 2:
             break
-        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Answer with the number alone."}]
+        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Give the answer alone."}]

@@ -13,7 +13,10 @@ from rayloop.core.failures import ConfigError
 from rayloop.envs.adapters.packages import needs
 from rayloop.recipes import write_rows
 
-TASKS = ('gcd:{"min_value": 1, "max_value": 20}', 'products:{"min_digits": 1, "max_digits": 1}')
+TASKS = (
+    'word_sorting:{"min_words": 2, "max_words": 2, "min_word_length": 3, "max_word_length": 4}',
+    'spell_backward:{"min_word_len": 3, "max_word_len": 3}',
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--train", type=int, default=200, help="at most so many training rows of a task")
     parser.add_argument("--eval", type=int, default=30, help="evaluation rows of a task, none of which is a training row")
-    parser.add_argument("--shots", type=int, default=2, help="first items that are left out, for data.reader.with.shots")
+    parser.add_argument("--shots", type=int, default=1, help="first items that are left out, for data.reader.with.shots")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args(arguments)
     train: list[Mapping[str, Any]] = []
