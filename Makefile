@@ -104,9 +104,7 @@ $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 	touch $@ $(VENV)/.run
 
 $(VENV)/.env: $(VENV)/.dev
-	$(BIN)/python -m pip install -q -e ".[browser,desktop,gymnasium,mcp,openenv]" -c constraints.txt
-	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
-	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
+	$(BIN)/python -m pip install -q -e ".[browser,desktop]" -c constraints.txt
 	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 # some of its files are read, beside ours (tests/originals/test_verl.py)
 	rm -rf "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests" # which verl brings, and which hides ours
 	touch $@
@@ -119,7 +117,7 @@ $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
 	.venv-verifiers/bin/python -m pip install -q verifiers -c constraints-adapters.txt
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
-	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
+	.venv-openenv/bin/python -m pip install -q openenv-core pillow -c constraints-adapters.txt
 	touch $@
 
 $(VENV)/.judge: $(VENV)/.dev
