@@ -24,6 +24,7 @@ test: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env or adapters)"
 
 test-adapters: $(VENV_ADAPTERS)/.adapters
+	$(VENV_ADAPTERS)/bin/python -m tests.envs.programs install chromium-headless-shell
 	$(VENV_ADAPTERS)/bin/python -m pytest -q -rs -m adapters tests/adapters tests/contracts
 
 test-env: $(VENV)/.env
@@ -104,14 +105,12 @@ $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 	touch $@ $(VENV)/.run
 
 $(VENV)/.env: $(VENV)/.dev
-	$(BIN)/python -m pip install -q -e ".[browser,desktop,gymnasium,mcp,openenv]" -c constraints.txt
-	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
-	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
+	$(BIN)/python -m pip install -q -e ".[browser,desktop]" -c constraints.txt
 	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 # some of its files are read, beside ours (tests/originals/test_verl.py)
 	rm -rf "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests" # which verl brings, and which hides ours
 	touch $@
 
-# verifiers wants openai < 3 and mcp 2.0.0: its Python is one of its own, as docs/bring_your_own/adapters.md says.
+# verifiers wants openai < 3 and mcp 2.0.0, browsergym playwright 1.44: each has a Python of its own (docs/bring_your_own/adapters.md).
 $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	$(MAKE) VENV=$(VENV_ADAPTERS) $(VENV_ADAPTERS)/.torch
 	$(VENV_ADAPTERS)/bin/python -m pip install -q -e ".[gymnasium,mcp,openenv,reasoning-gym,textarena]" ale-py minigrid pytest pytest-timeout \
@@ -119,7 +118,9 @@ $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
 	.venv-verifiers/bin/python -m pip install -q verifiers -c constraints-adapters.txt
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
-	.venv-openenv/bin/python -m pip install -q openenv-core==0.3.0 pillow
+	.venv-openenv/bin/python -m pip install -q openenv-core pillow -c constraints-adapters.txt
+	test -x .venv-browsergym/bin/python || $(PYTHON) -m venv .venv-browsergym
+	.venv-browsergym/bin/python -m pip install -q browsergym-miniwob miniwob openai -c constraints-adapters.txt
 	touch $@
 
 $(VENV)/.judge: $(VENV)/.dev

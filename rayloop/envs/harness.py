@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import secrets
 import select
 import shutil
@@ -35,6 +36,8 @@ READY = 60.0
 """Seconds in which the process that starts agents has imported what it must."""
 SHOWN = 1500
 """Characters of an agent's output that a failure shows."""
+PACKAGES = {"browsergym": "browsergym-miniwob miniwob openai"}
+"""What pip installs for a module of another name."""
 
 
 class Harness:
@@ -87,8 +90,7 @@ class Harness:
         asked |= {"variables": self._variables(address), "folder": os.getcwd()}
         server = await in_thread(_fork_server, s.python or sys.executable, s.preload, timeout=2 * READY)
         found = await server.host(asked)
-        *earlier, last = found["output"].strip()[-SHOWN:].split("\n")
-        said = f": {last}" + ("\n" + "\n".join(earlier) if earlier else "") if last else ""  # of events people see one line
+        said = _said(found["output"], s.python or sys.executable)
         if found["end"]:
             kind = EnvironmentHung if "deadline" in found["end"] else EnvironmentFailed
             raise kind(f"the agent was ended: {found['end']}{said}", True)
@@ -123,8 +125,8 @@ class _ForkServer:
             if not (select.select([process.stdout], [], [], READY)[0] and process.stdout.readline()):
                 process.kill()
                 errors.seek(0)
-                said = errors.read().decode(errors="replace").strip()[-SHOWN:] or "no answer"
-                raise EnvironmentFailed(f"with.python, with.preload: {python} did not start: {said}", bug=True)
+                said = _said(errors.read().decode(errors="replace"), python) or ": no answer"
+                raise EnvironmentFailed(f"with.python, with.preload: {python} did not start{said}", bug=True)
         self._process = process
 
     def alive(self) -> bool:
@@ -164,6 +166,14 @@ def _fork_server(python: str, preload: tuple[str, ...]) -> _ForkServer:
         if found is None or not found.alive():
             found = _fork_servers[python, preload] = _ForkServer(python, preload)
         return found
+
+
+def _said(output: str, python: str) -> str:
+    """The end of a program's output, its last line first since people see one line of events, and how to install what it lacks."""
+    *earlier, last = output.strip()[-SHOWN:].split("\n")
+    if lacking := re.search(r"No module named '(\w+)", last):
+        last += f": {python} -m pip install {PACKAGES.get(lacking[1], lacking[1])}"
+    return "\n".join([f": {last}", *earlier]) if last else ""
 
 
 def _row(task: Task) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def test_a_vector_environment_is_refused_with_what_to_do() -> None:
             Component(**kind({"id": id_, "options": options})).options()
 
 
-@pytest.mark.parametrize("settings", [GRID], ids=["minigrid"])
+@pytest.mark.parametrize("settings", [ATARI, GRID], ids=["atari", "minigrid"])
 def test_a_step_is_trained(picture_model: Path, train: Train, settings: dict[str, Any]) -> None:
     run = train(
         picture_model,

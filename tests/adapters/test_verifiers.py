@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayloop.chat.rendering import Renderer
-from rayloop.config.model import ModelSettings
-from rayloop.core.types import (
-    Completion,
-    EndReason,
-    FinishReason,
-    Message,
-    RolloutRequest,
-    Sampling,
-    Task,
-    TokenPrompt,
-    Trajectory,
-    TrajectoryId,
-    Version,
-)
-from rayloop.envs.episode import play
-from rayloop.envs.instance import Environments
-from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
-from tests.adapters.conftest import Train
+from rayloop.core.types import EndReason
+from tests.adapters.conftest import Train, played
 from tests.support.runs import ROOT
 
 PYTHON = ROOT / ".venv-verifiers/bin/python"
@@ -48,28 +30,6 @@ pytestmark = [
 ]
 
 
-def played(taskset: str, *says: str) -> Trajectory:
-    """One episode of 3 + 1 in which the policy says this."""
-    kind = EnvironmentKind.model_validate(KIND)
-    renderer, left = Renderer(ModelSettings(path=str(ROOT / "recipes/arc_vision/loose"))), list(says)
-
-    async def generate(prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        tokens = renderer.encode(left.pop(0))
-        return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 1))
-
-    async def episode() -> Trajectory:
-        environments = Environments(kind, {})
-        asked = Task("t", (Message("user", ("Add.",)),), extra={"taskset": taskset, "index": 3})
-        request = RolloutRequest(asked, TrajectoryId(0, 0), 0, 5, Sampling())
-        settings = EpisodeSettings(environment=kind, max_turns=8, reset_timeout=120)
-        try:
-            return await play(request, environments.of(asked), renderer, settings, generate)
-        finally:
-            environments.end()
-
-    return asyncio.run(episode())
-
-
 @pytest.mark.parametrize(
     ("taskset", "says", "result"),
     [
@@ -81,7 +41,8 @@ def played(taskset: str, *says: str) -> Trajectory:
     ],
 )
 def test_the_rubric_gives_the_reward(taskset: str, says: tuple[str, ...], result: float) -> None:
-    made = played(taskset, *says)
+    left = list(says)
+    made = played(KIND, {"taskset": taskset, "index": 3}, lambda _: left.pop(0))
     assert (made.end_reason, made.env_result) == (EndReason.DONE, result), made
     assert [turn.sampled for turn in made.turns].count(True) == len(says)
 

@@ -1,6 +1,6 @@
 """The programs that environments need: what is missing here, and how Debian installs it.
 
-    python -m tests.envs.programs install
+    python -m tests.envs.programs install [PROGRAM...]
 
 Tests name what they need: ``pytestmark = [pytest.mark.env, needs("bwrap", "Xvfb")]``.
 """
@@ -34,17 +34,17 @@ def missing(programs: Iterable[str]) -> list[str]:
 def needs(*programs: str) -> pytest.MarkDecorator:
     """Skips a test where one of the programs is missing, and says which."""
     lacking = missing(programs)
-    return pytest.mark.skipif(bool(lacking), reason=f"missing here: {', '.join(lacking)} (make test-env installs them)")
+    return pytest.mark.skipif(bool(lacking), reason=f"missing here: {', '.join(lacking)} (python -m tests.envs.programs install)")
 
 
-def install() -> None:
+def install(programs: Iterable[str]) -> None:
     """Install what is missing. Where that needs rights that we lack, say so: tests that need it skip."""
-    lacking = missing(PACKAGES)
+    lacking = missing(programs)
     if not lacking:
         return
     packages = " ".join(PACKAGES[program] for program in lacking).split()
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        print(f"test-env: missing here: {', '.join(lacking)}; as root: apt-get install {' '.join(packages)}")
+        print(f"missing here: {', '.join(lacking)}; as root: apt-get install {' '.join(packages)}")
         return
     quietly = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *packages]):
@@ -52,6 +52,6 @@ def install() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["install"]:
+    if sys.argv[1:2] != ["install"] or set(sys.argv[2:]) - set(PACKAGES):
         raise SystemExit(__doc__)
-    install()
+    install(sys.argv[2:] or PACKAGES)

@@ -1,9 +1,11 @@
-"""A real MCP server over standard input and output, for tests of the adapter: ``python mcp_server.py``."""
+"""A real MCP server for tests of the adapter: ``python mcp_server.py``, over its standard input and output, or on a PORT."""
 
 from __future__ import annotations
 
 import io
 import os
+import sys
+import time
 
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
@@ -27,10 +29,20 @@ def fail() -> str:
 
 
 @server.tool()
+def rest() -> str:
+    """Takes a minute."""
+    time.sleep(60)
+    return "rested"
+
+
+@server.tool()
 def leave() -> str:
     """Ends the server."""
     os._exit(3)
 
 
 if __name__ == "__main__":
-    server.run()
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run()

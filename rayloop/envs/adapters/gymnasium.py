@@ -39,6 +39,8 @@ class GymSettings(SettingsModel):
     @model_validator(mode="after")
     def _there(self) -> GymSettings:
         needs("gymnasium", "gymnasium")
+        for module in self.imports:
+            needs(module.partition(".")[0])
         if vector := self.options.keys() & {"num_envs", "vectorization_mode"}:
             how = "an episode has one environment: leave it out, algorithm.group_size and groups_per_step say how many play at once"
             raise ValueError(f"options.{min(vector)} is of vector environments, and {how}")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import threading
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -63,13 +61,19 @@ class McpTools(ToolCalls):
 
     def __init__(self, settings: McpTools.Settings) -> None:
         super().__init__(settings)
-        self._mcp = settings
-        self._connection: _Connection | None = None
+        self._mcp, self._open = settings, ExitStack()
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
         """Starts the servers. Raises InfrastructureFailure when one does not start or lists two tools of one name."""
-        self._connection = _Connection(self._mcp.servers)
-        found = [*self._connection.open(self._mcp.start_timeout), *super().tools_for(task)]
+        from anyio.from_thread import start_blocking_portal
+
+        try:
+            portal = self._open.enter_context(start_blocking_portal())
+            self._open.callback(portal.call, portal.stop, True)  # calls that wait are cancelled
+            offered = self._open.enter_context(portal.wrap_async_context_manager(_offered(self._mcp)))
+        except Exception as error:
+            raise InfrastructureFailure(f"MCP: {type(error).__name__}: {_first(error)}") from error
+        found = [*(_Tool(portal, client, tool) for client, tool in offered), *super().tools_for(task)]
         names = [tool.name for tool in found]
         if twice := {name for name in names if names.count(name) > 1}:
             raise InfrastructureFailure(f"several tools are called {', '.join(sorted(twice))}: choose with `only`")
@@ -78,79 +82,45 @@ class McpTools(ToolCalls):
     def close(self) -> None:
         """End the servers that were started."""
         super().close()
-        if self._connection is not None:
-            self._connection.close()
+        self._open.close()
 
 
-class _Connection:
-    """Clients of the servers, on an event loop in a thread of its own: the tools of one episode are called from many threads."""
+@asynccontextmanager
+async def _offered(settings: McpTools.Settings) -> AsyncIterator[list[tuple[Any, Any]]]:
+    """Clients of the servers, each with a tool. Raises TimeoutError and what the clients raise."""
+    from mcp import Client, StdioServerParameters
 
-    def __init__(self, servers: Sequence[McpServer]) -> None:
-        self._servers = servers
-        self._loop = asyncio.new_event_loop()
-        self._ready: Future[list[Tool]] = Future()
-        self._end = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="mcp")
-
-    def open(self, timeout: float) -> list[Tool]:
-        """Raises InfrastructureFailure."""
-        self._thread.start()
-        try:
-            return self._ready.result(timeout)
-        except Exception as error:
-            self.close()
-            raise InfrastructureFailure(f"MCP: {type(error).__name__}: {_first(error)}") from error
-
-    def call(self, client: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What the server answers. Raises InfrastructureFailure when it is gone."""
-        try:
-            return asyncio.run_coroutine_threadsafe(client.call_tool(name, dict(arguments)), self._loop).result()
-        except Exception as error:
-            raise InfrastructureFailure(f"MCP tool {name}: {type(error).__name__}: {_first(error)}") from error
-
-    def close(self) -> None:
-        """End the servers that were started."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._end.set)
-            self._thread.join(ENDING)
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serve())
-        except BaseException as error:
-            if not self._ready.done():
-                self._ready.set_exception(error)
-        finally:
-            self._loop.close()
-
-    async def _serve(self) -> None:
-        """Clients are left by the task that entered them, which is this one."""
-        from mcp import Client, StdioServerParameters
-
-        async with AsyncExitStack() as open_:
-            tools: list[Tool] = []
-            for server in self._servers:
+    open_, found = AsyncExitStack(), []
+    try:
+        async with asyncio.timeout(settings.start_timeout):
+            for server in settings.servers:
                 started = StdioServerParameters(command=server.command, args=list(server.args), env=server.env or None)
                 client = await open_.enter_async_context(Client(server.url or started))
                 listed = (await client.list_tools()).tools
                 known = {tool.name for tool in listed}
                 if unknown := set(server.only) - known:
                     raise ValueError(f"the server has no tool {', '.join(sorted(unknown))}, but {', '.join(sorted(known))}")
-                tools += [_Tool(self, client, tool) for tool in listed if not server.only or tool.name in server.only]
-            self._ready.set_result(tools)
-            await self._end.wait()
+                found += [(client, tool) for tool in listed if not server.only or tool.name in server.only]
+        yield found
+    finally:
+        with suppress(Exception):  # a server may be gone
+            async with asyncio.timeout(ENDING):
+                await open_.aclose()
 
 
 class _Tool:
     """One tool of a server."""
 
-    def __init__(self, connection: _Connection, client: Any, tool: Any) -> None:
+    def __init__(self, portal: Any, client: Any, tool: Any) -> None:
         self.name, self.description, self.parameters = tool.name, tool.description or tool.name, tool.input_schema
-        self._connection, self._client = connection, client
+        self._portal, self._client = portal, client
 
     def __call__(self, **arguments: Any) -> ToolResult:
-        """Raises ToolError for what the server reports as the call's error."""
-        result = self._connection.call(self._client, self.name, arguments)
+        """Raises ToolError for what the server reports as the call's error, InfrastructureFailure when it is gone."""
+        try:
+            result = self._portal.call(self._client.call_tool, self.name, arguments)
+        except Exception as error:
+            raise InfrastructureFailure(f"MCP tool {self.name}: {type(error).__name__}: {_first(error)}") from error
         texts = [part.text for part in result.content if part.type == "text"]
         if result.is_error:
             raise ToolError("\n".join(texts) or f"{self.name} failed")

@@ -1,5 +1,5 @@
 """Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``. Uses
-``reset``, ``step`` and ``close`` of OpenEnv 0.10; a connection is a session. The result comes from the rewards."""
+``reset``, ``step`` and ``close`` of openenv-core 0.3; a connection is a session. The result comes from the rewards."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.adapters.packages import RewardedSteps, function, needs, picture
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
+BYTES = 100 * 2**20
+"""Of the largest answer."""
 
 
 class OpenEnvSettings(SettingsModel):
@@ -38,8 +40,6 @@ class OpenEnvSettings(SettingsModel):
     """What ``evaluate`` returns: the sum of the rewards, or the last one."""
     message_timeout: float = Field(45.0, gt=0)
     """Seconds for an answer of the server. Keep it below ``episode.step_timeout``."""
-    message_bytes: int = Field(100 * 2**20, gt=0)
-    """Bytes of the largest answer. Raise it for large pictures that come as lists."""
 
     @model_validator(mode="after")
     def _there(self) -> OpenEnvSettings:
@@ -66,17 +66,14 @@ class OpenEnv(RewardedSteps):
         """Raises EnvironmentFailed."""
         from websockets.sync.client import connect
 
-        parts = urlsplit(self._settings.url)
-        scheme = "wss" if parts.scheme in ("wss", "https") else "ws"
-        proxy: Any = None if parts.hostname in LOCAL else True
+        s = self._settings
+        address = f"ws{s.url.removeprefix('ws').removeprefix('http').rstrip('/')}/ws"
+        proxy = None if urlsplit(s.url).hostname in LOCAL else True
         try:
-            connection = connect(
-                f"{scheme}://{parts.netloc}{parts.path.rstrip('/')}/ws", open_timeout=self._settings.message_timeout,
-                max_size=self._settings.message_bytes, proxy=proxy,
-            )  # fmt: skip
+            connection = connect(address, open_timeout=s.message_timeout, max_size=BYTES, proxy=proxy)
             self._session = self._open.enter_context(connection)  # as all releases of websockets need it
         except Exception as error:
-            raise EnvironmentFailed(f"OpenEnv at {self._settings.url}: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailed(f"OpenEnv at {s.url}: {type(error).__name__}: {error}") from error
         asked = {key: task.extra[key] for key in ("seed", "episode_id") if task.extra.get(key) is not None}
         said, _ = self._asked("reset", asked)
         return Observation((*task.messages, self._seen(said)))

@@ -34,10 +34,11 @@ class RewardedSteps:
         return StepResult(Observation((Message("user", (f"Error: {why}\n", *self._last_shown)),)), error=why)
 
 
-def needs(package: str, extra: str) -> None:
-    """Raises ValueError, which the check of a configuration shows, when the package of an ``extra`` is not installed."""
+def needs(package: str, extra: str = "") -> None:
+    """Raises ValueError, which the check of a configuration shows, when the package, of an ``extra`` or not, is not installed."""
     if find_spec(package) is None:
-        raise ValueError(f'the package {package} is not installed: pip install "rayloop[{extra}]"')
+        install = f'"rayloop[{extra}]"' if extra else package
+        raise ValueError(f"the package {package} is not installed: pip install {install}")
 
 
 def function(use: str) -> Callable[..., Any]:

@@ -107,15 +107,11 @@ def _entry(row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
     name, seed, index = row.get("task"), row.get("seed"), row.get("index") or 0
     config = row.get("config") or {}
     if name in EVALUATING:
-        raise DataFailure(
-            where, f"the scorer of {name} evaluates the policy's text as Python, outside the sandbox: leave this task out"
-        )
+        raise DataFailure(where, f"the scorer of {name} evaluates the policy's text as Python, outside the sandbox: leave it out")
     if name in RUNNING:
         raise DataFailure(where, f"{name} runs programs of its data, or holds other tasks: name a task of its own")
     if not (isinstance(name, str) and isinstance(seed, int) and isinstance(index, int) and isinstance(config, Mapping)):
-        raise DataFailure(
-            where, f"task {name!r}, seed {seed!r}, index {index!r}, config {config!r}: a name, two numbers, a mapping"
-        )
+        raise DataFailure(where, f"task {name!r}, seed {seed!r}, index {index!r}, config {config!r}: a name, numbers, a mapping")
     size = row.get("size") or index + 1
     if not isinstance(size, int) or not 0 <= index < size:
         raise DataFailure(where, f"index {index} lies outside the data set of size {size!r}")

@@ -1,49 +1,48 @@
-"""The OpenEnv adapter against a server of the published package, which ``make test-env`` installs in an environment of its own."""
+"""The OpenEnv adapter against a server of the published package, in the Python that has it: episodes, refusals, and a step."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rayloop.core.failures import EnvironmentFailed
-from rayloop.core.types import Message, Task
+from rayloop.core.types import EndReason, Message, Task
 from rayloop.data.images import decode
 from rayloop.envs.adapters.openenv import OpenEnv, OpenEnvSettings
-from tests.support.runs import eventually
+from tests.adapters.conftest import Train, played, served
+from tests.support.runs import ROOT, eventually
 
-ROOT = Path(__file__).parents[2]
+pytest.importorskip("websockets", reason="make test-adapters installs websockets")
 PYTHON = ROOT / ".venv-openenv/bin/python"
+SERVER = ROOT / "tests/adapters/openenv_server.py"
 TASK = Task("t", (Message("user", ("Count to three.",)),), extra={"seed": 3})
 pytestmark = [
-    pytest.mark.env,
-    pytest.mark.skipif(not PYTHON.exists(), reason="openenv-core is not installed here (make test-env installs it)"),
+    pytest.mark.adapters,
+    pytest.mark.skipif(not PYTHON.exists(), reason="openenv-core is not installed here (make test-adapters installs it)"),
 ]
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Of a server with two sessions."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server = subprocess.Popen([PYTHON, ROOT / "tests/envs/openenv_server.py", str(port), "2"])
-    try:
-        eventually(lambda: listens(port), "the server listens", 60)
+    with served(PYTHON, SERVER, "2") as port:
         yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(20)
 
 
-def listens(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 1).close()
-    except OSError:
-        return False
-    return True
+def kind(url: str) -> dict[str, Any]:
+    return {"use": "rayloop.envs.adapters.openenv:OpenEnv", "with": {"url": url, "image": "screenshot"}}
+
+
+@pytest.mark.parametrize("first", range(5))
+def test_five_episodes_are_played(url: str, first: int) -> None:
+    """By the episode's loop; the reward is 1 for a count of exactly three."""
+    left = [f'{{"by": {first}}}', '{"by": 3}', '{"by": 3}']
+    made = played(kind(url), {"seed": first}, lambda _: left.pop(0))
+    assert (made.end_reason, made.env_result) == (EndReason.DONE, float(first in (0, 3)))
+    assert [turn.sampled for turn in made.turns].count(True) == (1 if first >= 3 else 2)
 
 
 def test_an_episode_has_pictures_refusals_and_a_result(url: str) -> None:
@@ -80,3 +79,14 @@ def begun(one: OpenEnv) -> bool:
     except EnvironmentFailed:
         return False
     return True
+
+
+def test_a_step_is_trained(picture_model: Path, train: Train) -> None:
+    with served(PYTHON, SERVER, "8") as port:
+        run = train(
+            picture_model,
+            [{"prompt": "Count to three.", "seed": seed} for seed in range(4)],
+            data__reader={"use": "rayloop.data.dataset:ChatRows"},
+            environment={"episode": {"environment": kind(f"http://127.0.0.1:{port}"), "max_turns": 2}},
+        )
+    assert run.metrics[0]["rollout/turns/mean"] == 2

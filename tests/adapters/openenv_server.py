@@ -1,6 +1,6 @@
 """A server of the published ``openenv-core`` that counts to three, with a picture. It has an environment of its own.
 
-Arguments: port, number of sessions.
+Arguments: number of sessions, port.
 """
 
 import base64
@@ -50,5 +50,5 @@ class Counting(Environment):
 
 
 if __name__ == "__main__":
-    app = create_fastapi_app(Counting, Add, Count, max_concurrent_envs=int(sys.argv[2]))
-    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
+    app = create_fastapi_app(Counting, Add, Count, max_concurrent_envs=int(sys.argv[1]))
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")

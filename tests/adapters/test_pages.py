@@ -14,7 +14,7 @@ from rayloop.core.types import Message, Task
 from rayloop.envs.settings import EnvironmentKind
 from rayloop.run.config import RunConfig
 
-pytestmark = pytest.mark.env
+pytestmark = pytest.mark.adapters
 PAGE = (Path(__file__).parents[2] / "docs/bring_your_own/adapters.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"```\w+ title=(\S+)\n(.*?)```", PAGE, re.DOTALL))
 
@@ -35,7 +35,7 @@ def test_the_lake_is_played_as_the_page_says(tmp_path: Path, monkeypatch: pytest
     environment.close()
 
 
-@pytest.mark.parametrize("name", ["mcp.yaml", "openenv.yaml"])
+@pytest.mark.parametrize("name", ["browsergym.yaml", "mcp.yaml", "openenv.yaml", "textarena.yaml", "verifiers.yaml"])
 def test_the_other_settings_are_real(name: str) -> None:
     kind = EnvironmentKind.model_validate(yaml.safe_load(FILES[name])["environment"]["episode"]["environment"])
     written = yaml.safe_load(FILES[name])["environment"]["episode"]["environment"]["with"]
