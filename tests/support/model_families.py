@@ -109,7 +109,7 @@ PROCESSORS = {
 }  # fmt: skip
 """vLLM's, of text and images; Qwen3VLProcessor for the others."""
 KINDS = (*OF_TEXT, *OF_IMAGES)
-VLLM: tuple[str, ...] = ()
+VLLM: tuple[str, ...] = ("qwen3_moe", "glm4v")
 """Those that vLLM's release for CPUs loads as they are exported here, and samples from with the trainer's log-probs."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from PIL import Image, UnidentifiedImageError
@@ -308,7 +309,7 @@ def collapsed(prompt: TokenPrompt, image_token: int | None, *, around: bool = Fa
     if len(where) != sum(counts):
         raise DataFailure("prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}")
     ends = np.cumsum([0, *counts])
-    gone = [np.delete(where, ends[:-1])]
+    gone: list[npt.NDArray[np.int64]] = [np.delete(where, ends[:-1])]
     if around and counts:
         gone += [where[ends[:-1]] - 1, where[ends[1:] - 1] + 1]
     rest: list[int] = np.delete(ids, np.concatenate(gone)).tolist()
