@@ -14,10 +14,11 @@ import jinja2
 from rayloop.chat.tokenizer import load_chat_template, load_tokenizer, read_json, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.model_families import family
 from rayloop.core.model_files import resolve
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, ImageSource, Message, PromptImage, Sampling, TokenIds
-from rayloop.data.images import MAX_PIXELS, ImageGeometry, PromptImages
+from rayloop.data.images import MAX_PIXELS, ImageGeometry, PromptImages, image_geometry
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,15 @@ class Renderer:
         config = read_json(folder / "config.json")
         self.image_token: int | None = config.get("image_token_id") if "vision_config" in config else None
         self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
+        around = (self._tokenizer.token_to_id(token) for token in family(config.get("model_type", "")).around)
+        self._around = tuple(token for token in around if token is not None)
         self._images = PromptImages(g, model.position_tint, max_image_pixels) if (g := self._geometry) else None
         self._encoded: Cache[str, TokenIds] = Cache(KEPT, len)
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
         unwritable = range(self._tokenizer.get_vocab_size(), size)  # ids that pad the embedding: they decode to nothing
         self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *unwritable}))
-        self._history, self._closing = self._pieces(folder)
-        self.end_tokens = self._end_tokens(folder, config)
+        self._history, self._closing, end = self._pieces(folder)
+        self.end_tokens = self._end_tokens(folder, config, end)
         self._warned = False
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Rendered:
@@ -166,11 +169,15 @@ class Renderer:
         expanded: list[int] = []
         remaining = iter(images)
         for token in ids:
-            expanded += [token] * next(remaining).ref.tokens if token == self.image_token else [token]
+            if token == self.image_token:
+                expanded += [*self._around[:1], *[token] * next(remaining).ref.tokens, *self._around[1:]]
+            else:
+                expanded.append(token)
         return tuple(expanded)
 
-    def _pieces(self, folder: Path) -> tuple[str, str]:
-        """A dummy conversation as the template writes it, and the part of it that closes the assistant's turn."""
+    def _pieces(self, folder: Path) -> tuple[str, str, str]:
+        """A dummy conversation as the template writes it, the part of it that closes the assistant's turn, and the text that begins
+        with the token that ends it: this part, or the next turn where the template closes none (GLM)."""
         try:
             asked = self._template(_DUMMY[:1], generation=True)
             answered = self._template(_DUMMY, generation=False)
@@ -186,29 +193,29 @@ class Renderer:
         if self._encode_template(continued) != self._tokenizer.encode(continued, add_special_tokens=False).ids:
             raise ConfigError(f"{folder}: the tokenizer's special tokens change the text around them (lstrip, rstrip)")
         closing = answered[len(answer) :]
-        if self._markup.match(closing) is None:
-            raise ConfigError(f"{folder}: the chat template ends a turn with {closing!r}, expected a special token")
-        return answered, closing
+        end = closing or continued[len(answered) :]
+        if self._markup.match(end) is None:
+            raise ConfigError(f"{folder}: the chat template ends a turn with {end!r}, expected a special token")
+        return answered, closing, end
 
-    def _end_tokens(self, folder: Path, config: dict[str, Any]) -> TokenIds:
+    def _end_tokens(self, folder: Path, config: dict[str, Any], end: str) -> TokenIds:
         listed = read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
         others = listed if isinstance(listed, list) else [] if listed is None else [listed]
-        return tuple(dict.fromkeys([self._encode_template(self._closing)[0], *others]))
+        return tuple(dict.fromkeys([self._encode_template(end)[0], *others]))
 
     def _vision_tokens(self, config: dict[str, Any]) -> set[int]:
         """Every vision token: those that the configuration names, and special tokens that are called so."""
         if self.image_token is None:
             return set()
         named = {i for key, i in config.items() if key.endswith("_token_id") and _VISION.search(key) and i is not None}
-        return named | {i for text, i in self._special.items() if _VISION.search(text)}
+        return named | {*self._around} | {i for text, i in self._special.items() if _VISION.search(text)}
 
 
 _DUMMY: list[dict[str, Any]] = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
 
 
 def _geometry(folder: Path, config: dict[str, Any], model: ModelSettings) -> ImageGeometry:
-    vision = config["vision_config"]
     try:
-        return ImageGeometry(vision["patch_size"], vision["spatial_merge_size"], model.min_pixels, model.max_pixels)
+        return image_geometry(config, model.min_pixels, model.max_pixels)
     except KeyError as error:
-        raise ConfigError(f"{folder}: vision_config has no {error}; only models like Qwen-VL are supported") from error
+        raise ConfigError(f"{folder}: config.json has no {error}, which says how the model cuts images") from error

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+UNADAPTED = "the experts keep their weights: adapters are only on the linear layers outside them"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ATTENDING = frozenset({"full_attention", "sliding_attention", "attention", "dense", "sparse"})
 """Types of layers that keep the trajectories of a packed row apart."""
@@ -16,12 +17,18 @@ RECURRENT = ("mamba", "ssm_", "state_size", "linear_conv", "linear_key", "conv_L
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """``images``: grids of patches, one token for a square of them, with M-RoPE positions. ``pooled``: their features enter only
-    with the embeddings, so that they can be cached between turns. ``packs``: a row holds several trajectories, else one.
-    ``experts``: how the checkpoint has the tensors of a mixture of experts, one for each layer here: one for each expert, or
-    transposed; "": not known, hence refused."""
+    """``images``: how the model takes them, "": not at all. "patches": a grid of patches, one token for a square of them, with
+    M-RoPE positions; "tiles": squares of one size, each a grid of its own, with the positions of text. ``processor``: transformers'
+    class that makes pixels of them. ``frames``: how many frames an image counts as in the processor's limits; more than one: it
+    also enlarges sides below an image token's. ``around``: the tokens that the processor, not the chat template, writes around
+    those of an image. ``pooled``: their features enter only with the embeddings, so that they can be cached between turns.
+    ``packs``: a row holds several trajectories, else one. ``experts``: how the checkpoint has the tensors of a mixture of experts,
+    one for each layer here: one for each expert, or transposed; "": not known, hence refused."""
 
-    images: bool = False
+    images: Literal["", "patches", "tiles"] = ""
+    processor: str = "Qwen2VLImageProcessorPil"
+    frames: int = 1
+    around: tuple[str, ...] = ()
     pooled: bool = False
     packs: bool = True
     experts: Literal["", "each", "transposed"] = ""
@@ -29,14 +36,17 @@ class ModelFamily:
 
 OTHERS = ModelFamily()
 FAMILIES = {
-    "qwen2_vl": ModelFamily(images=True, pooled=True),
-    "qwen2_5_vl": ModelFamily(images=True, pooled=True),
-    "qwen3_vl": ModelFamily(images=True),
+    "qwen2_vl": ModelFamily(images="patches", pooled=True),
+    "qwen2_5_vl": ModelFamily(images="patches", pooled=True),
+    "qwen3_vl": ModelFamily(images="patches"),
     "qwen3_moe": ModelFamily(experts="each"),
-    "qwen3_vl_moe": ModelFamily(images=True, experts="transposed"),
-    "qwen3_5": ModelFamily(images=True, pooled=True, packs=False),
+    "qwen3_vl_moe": ModelFamily(images="patches", experts="transposed"),
+    "glm4v": ModelFamily(images="patches", processor="Glm4vImageProcessorPil", frames=2, pooled=True),
+    "glm46v": ModelFamily(images="patches", processor="Glm46VImageProcessorPil", frames=2, pooled=True),
+    "internvl": ModelFamily(images="tiles", processor="GotOcr2ImageProcessorPil", around=("<img>", "</img>"), pooled=True),
+    "qwen3_5": ModelFamily(images="patches", pooled=True, packs=False),
     "qwen3_5_text": ModelFamily(packs=False),
-    "qwen3_5_moe": ModelFamily(images=True, pooled=True, packs=False, experts="each"),
+    "qwen3_5_moe": ModelFamily(images="patches", pooled=True, packs=False, experts="each"),
     "qwen3_5_moe_text": ModelFamily(packs=False, experts="each"),
 }
 
@@ -46,13 +56,18 @@ def family(kind: str) -> ModelFamily:
     return FAMILIES.get(kind, OTHERS)
 
 
+def experts(text: Mapping[str, Any]) -> int:
+    """How many a layer has, by the configuration of the language model; 0 for a dense one."""
+    return max(int(text.get(name) or 0) for name in EXPERTS)
+
+
 def unsupported(kind: str, vision: bool, text: Mapping[str, Any]) -> str:
     """Why a model of this model_type cannot be trained; "" when it can. ``text``: the configuration of its language model."""
     known = family(kind)
-    if (experts := max(int(text.get(name) or 0) for name in EXPERTS)) and not known.experts:
+    if (number := experts(text)) and not known.experts:
         mixtures = ", ".join(sorted(name for name, one in FAMILIES.items() if one.experts))
         return (
-            f"{kind} is a mixture of {experts} experts, one tensor here and many in its checkpoint: no weight sync sends them. "
+            f"{kind} is a mixture of {number} experts, one tensor here and many in its checkpoint: no weight sync sends them. "
             f"Use a dense model{mixtures and ', or one of ' + mixtures}"
         )
     if vision and not known.images:

@@ -7,13 +7,16 @@ import hashlib
 import io
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rayloop.core.failures import DataFailure, ImageRefused, InfrastructureFailure
+from rayloop.core.model_families import family
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, ImageSource, PromptImage
 
@@ -32,17 +35,44 @@ _FILE_AT_FAULT = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.E
 
 @dataclass(frozen=True, slots=True)
 class ImageGeometry:
-    """How a model cuts images: ``patch`` pixels per patch side, ``merge`` x ``merge`` patches per image token."""
+    """How a model cuts images: ``patch`` pixels per patch side, ``merge`` x ``merge`` patches per image token. ``tile``: pixels of
+    the side of the squares that it cuts an image into, 0: none. ``enlarges``: it first enlarges sides below an image token's."""
 
     patch: int
     merge: int
     min_pixels: int
     max_pixels: int
+    tile: int = 0
+    enlarges: bool = False
 
     @property
     def factor(self) -> int:
         """Pixels of the side of an image token."""
         return self.patch * self.merge
+
+    @property
+    def tiles(self) -> int:
+        """The most squares of an image, its thumbnail not counted."""
+        return max(1, self.max_pixels // max(1, self.tile**2))
+
+    def grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """(t, h, w) in patches of an image of this size in pixels; t is the number of squares, or 1."""
+        if self.tile:
+            squares = best_tiles(height, width, self.tile, self.tiles)
+            return squares + (squares > 1), self.tile // self.patch, self.tile // self.patch
+        if self.enlarges and (scale := self.factor / min(height, width)) > 1:
+            height, width = int(height * scale), int(width * scale)
+        rows, columns = smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+        return 1, rows // self.patch, columns // self.patch
+
+
+def image_geometry(config: Mapping[str, Any], min_pixels: int, max_pixels: int) -> ImageGeometry:
+    """Of a model by its config.json. Raises KeyError for a setting that is missing."""
+    vision, known = config["vision_config"], family(config.get("model_type", ""))
+    if known.images == "tiles":
+        patch, tile = (int(np.ravel(vision[name])[0]) for name in ("patch_size", "image_size"))
+        return ImageGeometry(patch, round(1 / config["downsample_ratio"]), min_pixels, max_pixels, tile)
+    return ImageGeometry(vision["patch_size"], vision["spatial_merge_size"], min_pixels, max_pixels, enlarges=known.frames > 1)
 
 
 def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, int, int]:
@@ -127,10 +157,21 @@ def smart_resize(
     return rows, columns
 
 
+def best_tiles(height: int, width: int, side: int, most: int) -> int:
+    """Into how many squares transformers' InternVL cuts an image: rows x columns of the closest aspect ratio, at most ``most``; of
+    equal ones the last that the image fills by half. A test compares them."""
+    shapes = sorted(((w, h) for w in range(1, most + 1) for h in range(1, most // w + 1)), key=math.prod)
+    best, least = 1, math.inf
+    for columns, rows in shapes:
+        distance = abs(width / height - columns / rows)
+        if distance < least or (distance == least and height * width > side * side * rows * columns / 2):
+            best, least = rows * columns, distance
+    return best
+
+
 def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, sha256: str | None = None) -> ImageRef:
     """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2."""
-    rows, columns = smart_resize(height, width, geometry.factor, geometry.min_pixels, geometry.max_pixels)
-    grid = (1, rows // geometry.patch, columns // geometry.patch)
+    grid = geometry.grid(height, width)
     tokens = math.prod(grid) // geometry.merge**2
     return ImageRef(sha256 or hashlib.sha256(data).hexdigest(), width, height, grid, tokens)
 

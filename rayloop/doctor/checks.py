@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from rayloop.core.failures import ConfigError, DeadlineExceeded
+from rayloop.core.model_families import UNADAPTED, experts
 from rayloop.core.threads import in_thread
 from rayloop.doctor import machine, network, software
 from rayloop.doctor.finding import Finding
@@ -103,7 +104,10 @@ def configuration(config: RunConfig | None) -> list[Finding]:
     except ConfigError as error:
         found, _, remedy = str(error).partition(". ")
         return [Finding("error", found, remedy or "correct the file")]
-    return [Finding("ok", f"run {config.name}: model, data and loggers are there")]
+    fine = [Finding("ok", f"run {config.name}: model, data and loggers are there")]
+    if config.policy.engine.lora is not None and (model := shape(config)) is not None and experts(model.config):
+        fine.append(Finding("warning", f"policy.engine.lora: {UNADAPTED}", "leave policy.engine.lora out to train them"))
+    return fine
 
 
 def shape(config: RunConfig) -> Shape | None:

@@ -196,7 +196,8 @@ def activations(engine: FsdpSettings, on_gpu: bool, shape: Shape, tokens: int, k
     one = tokens * (8 * hidden + cache + 4 * int(shape.config["intermediate_size"])) + keys * cache
     kept, block = (tokens * layers * hidden, 2 * one) if again else (layers * one, one)
     if shape.vision and engine.trains_vision:
-        hidden, layers = int(shape.vision.get("hidden_size", 0)), int(shape.vision.get("depth", 0))
+        hidden = int(shape.vision.get("hidden_size", 0))
+        layers = int(shape.vision.get("depth") or shape.vision.get("num_hidden_layers", 0))
         one = 10 * hidden + 4 * int(shape.vision.get("intermediate_size", 0))
         kept += PATCHES * images * (layers * (hidden if again else one) + _pixels(shape.vision))
         block = max(block, PATCHES * images * one if again else 0)
@@ -204,9 +205,10 @@ def activations(engine: FsdpSettings, on_gpu: bool, shape: Shape, tokens: int, k
 
 
 def _pixels(vision: Mapping[str, Any]) -> int:
-    """Numbers of one patch: Qwen-VL takes an image for two frames."""
-    sizes = (("in_channels", 3), ("temporal_patch_size", 2), ("patch_size", 14), ("patch_size", 14))
-    return math.prod(int(vision.get(name, usual)) for name, usual in sizes)
+    """Numbers of one patch: Qwen-VL takes an image for two frames. InternVL names both sides of a patch."""
+    patch = vision.get("patch_size", 14)
+    area = math.prod(patch) if isinstance(patch, list) else patch**2
+    return int(vision.get("in_channels", 3) * vision.get("temporal_patch_size", 2) * area)
 
 
 def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int], int]:

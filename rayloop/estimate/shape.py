@@ -40,11 +40,12 @@ class Shape:
         return self.parameters - (0 if engine.trains_vision else self.vision_parameters)
 
     def adapters(self, lora: LoraSettings, vision: bool) -> int:
-        """rank * (inputs + outputs) for every linear layer that is adapted."""
+        """rank * (inputs + outputs) for every linear layer that is adapted; experts are none."""
         adapted = (
             size
             for name, size in self.tensors.items()
             if len(size) == 2
+            and ".experts." not in name
             and name.removesuffix(".weight").rpartition(".")[2] in lora.targets
             and (vision or not _of_vision(name))
         )

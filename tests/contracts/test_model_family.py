@@ -4,7 +4,7 @@ sync, and what is exported is what plain transformers loads."""
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +14,33 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from rayloop.chat.rendering import Renderer
 from rayloop.core.model_families import FAMILIES
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import EndReason, Sampling, TokenPrompt, Trajectory, TrajectoryId, Turn, Version
+from rayloop.core.types import (
+    EndReason,
+    ImageSource,
+    Message,
+    PromptImage,
+    Sampling,
+    TokenPrompt,
+    Trajectory,
+    TrajectoryId,
+    Turn,
+    Version,
+)
 from rayloop.engines.generation.transformers import TransformersEngine
 from rayloop.engines.models import hf_state, load_model, load_vision, save_model
-from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.transports.manifest import manifest
-from tests.engines.prompts import engine, image, prompt, vision_tokens
+from tests.engines.prompts import engine, image
 from tests.engines.training import engine as trainer
-from tests.support.model_families import KINDS, write
+from tests.support.model_families import KINDS, limit, table, write
 from tests.support.runs import ROOT
 
 pytestmark = pytest.mark.timeout(300)
 
-LIMIT = 1e-5
 TURNS, EPISODES = 3, 3
 
 
@@ -41,21 +52,21 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 async def played(server: TransformersEngine, folder: Path, number: int, version: Version) -> Trajectory:
     """Three turns; each shows a picture of its own to a model that reads images."""
-    turns, ids, shown = list[Turn](), list[int](), list[Any]()
-    looks = (folder / "preprocessor_config.json").is_file()
+    renderer = Renderer(ModelSettings(path=str(folder)))
+    sampling = renderer.sampling(Sampling(max_tokens=4 + number, temperature=0.9))
+    turns, ids, shown = list[Turn](), list[int](), list[PromptImage]()
     for k in range(TURNS):
-        seen = [image(28 * (1 + (number + k) % 3), 56, seed=10 * number + k)] if looks else []
-        said = prompt(folder, f"What is {number} + {k}? " * (1 + number), *seen)
-        turns.append(Turn("user", said.token_ids, tuple(one.ref for one in seen)))
-        ids += said.token_ids
-        shown += seen
-        banned = vision_tokens(folder)
-        sampling = Sampling(max_tokens=4 + number, temperature=0.9, banned_tokens=banned)
+        picture = image(28 * (1 + (number + k) % 3), 56 + 28 * (k % 2), seed=10 * number + k)
+        seen = [ImageSource(data=picture.data)] if renderer.image_token is not None else []
+        said = Message("user", (f"What is {number} + {k}? " * (1 + number), *seen))
+        new = renderer.observation([said], turns[-1].token_ids) if turns else renderer.prompt([said])
+        turns.append(Turn("user", new.token_ids, tuple(one.ref for one in new.images)))
+        ids += new.token_ids
+        shown += new.images
         done = await server.generate(TokenPrompt(tuple(ids), tuple(shown), seed=number), sampling)
         turns.append(Turn("assistant", done.token_ids, (), done.logprobs, version))
         ids += done.token_ids
-    sampling = Sampling(temperature=0.9, banned_tokens=vision_tokens(folder))
-    bytes_of = {one.ref.sha256: one.data for one in shown}
+    bytes_of = {one.ref.sha256: one.data for one in shown if one.data is not None}
     return Trajectory(
         TrajectoryId(number, 0), 0, f"task-{number}", number, tuple(turns), sampling, EndReason.DONE, image_bytes=bytes_of
     )
@@ -85,8 +96,9 @@ def plain(folder: Path, trajectory: Trajectory) -> torch.Tensor:
         vision = load_vision(model, loaded.config)
         assert vision is not None
         inputs["pixel_values"] = torch.cat([vision.pixels(one, trajectory.image_bytes[one.sha256]) for one in trajectory.images])
-        inputs["image_grid_thw"] = torch.tensor([one.grid for one in trajectory.images])
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == loaded.config.image_token_id).int()
+        if FAMILIES[loaded.config.model_type].images == "patches":
+            inputs["image_grid_thw"] = torch.tensor([one.grid for one in trajectory.images])
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == loaded.config.image_token_id).int()
     with torch.no_grad():
         logits = loaded.eval()(**inputs).logits[0] / trajectory.sampling.temperature
     logits[:, list(trajectory.sampling.banned_tokens)] = -torch.inf
@@ -101,26 +113,28 @@ def step(trained: FsdpEngine, trajectories: list[Trajectory]) -> None:
 
 
 def test_a_family_is_trained_as_it_samples_and_exported_as_it_is_loaded(folder: Path, tmp_path: Path) -> None:
+    within = limit(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+
     async def run() -> None:
         server = await engine(folder, dtype="float32")
         first = await episodes(server, folder, Version(0, 0))
         with trainer(folder, FsdpSettings(micro_batch_tokens=1, dtype="float32")) as alone:
             unpacked = alone.logprobs(first)
-        with trainer(folder, FsdpSettings(dtype="float32"), OptimizerSettings(lr=1e-3)) as packed:
-            assert gaps(packed.logprobs(first), sampled(first)).max() < LIMIT
-            assert gaps(packed.logprobs(first), unpacked).max() < LIMIT
+        with trainer(folder, FsdpSettings(dtype="float32")) as packed:
+            assert gaps(packed.logprobs(first), sampled(first)).max() < within
+            assert gaps(packed.logprobs(first), unpacked).max() < within
             if first[0].images:
-                assert gaps(packed.logprobs(first, swap_images=True), sampled(first)).mean() > 100 * LIMIT
+                assert gaps(packed.logprobs(first, swap_images=True), sampled(first)).mean() > 1e-3
             step(packed, first)
             weights = packed.export(Version(0, 1))
             await server.load(manifest(Version(0, 1), weights), weights)
             later = await episodes(server, folder, Version(0, 1))
             ours = packed.logprobs(later)
-            assert gaps(ours, sampled(later)).max() < LIMIT, "the engine has the trained weights"
-            assert gaps(packed.logprobs(first), unpacked).mean() > 100 * LIMIT, "training changed the weights"
+            assert gaps(ours, sampled(later)).max() < within, "the engine has the trained weights"
+            assert gaps(packed.logprobs(first), unpacked).mean() > 1e-3, "training changed the weights"
         save_model(folder, tmp_path / "out", weights)
         for one, found in zip(later, ours, strict=True):
-            torch.testing.assert_close(plain(tmp_path / "out", one), torch.from_numpy(found), rtol=0, atol=LIMIT)
+            torch.testing.assert_close(plain(tmp_path / "out", one), torch.from_numpy(found), rtol=0, atol=within)
 
     asyncio.run(run())
 
@@ -135,12 +149,4 @@ def test_names_are_those_of_the_checkpoint_also_without_weights(folder: Path) ->
 
 def test_every_family_is_held_to_it_and_on_the_page() -> None:
     assert FAMILIES.keys() <= {*KINDS}
-    groups = defaultdict[tuple[bool, bool], list[str]](list)
-    for kind, one in FAMILIES.items():
-        groups[one.images, one.packs].append(f"`{kind}`")
-    rows = [f"| {', '.join(kinds)} | {_said(images)} | {_said(packs)} |\n" for (images, packs), kinds in groups.items()]
-    assert "".join(rows) in (ROOT / "docs/bring_your_own/model.md").read_text(encoding="utf-8")
-
-
-def _said(value: bool) -> str:
-    return "yes" if value else "no"
+    assert table() in (ROOT / "docs/bring_your_own/model.md").read_text(encoding="utf-8"), f"put this there:\n{table()}"

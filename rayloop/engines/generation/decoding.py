@@ -1,5 +1,5 @@
 """Decodes one batch of sequences with a transformers model: prefills each distinct prompt once, then goes token by token. Shapes: U
-distinct prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 for Qwen-VL)."""
+distinct prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 with M-RoPE)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rayloop.core.model_families import family
 from rayloop.core.types import FinishReason, PromptImage, Sampling, TokenIds, TokenPrompt
 from rayloop.engines.attention import use_grouped_decoding
 from rayloop.engines.generation.sampler import Sampler, StopStrings, packed, uniforms
-from rayloop.engines.models import Vision, positions, tensor_cache
+from rayloop.engines.models import Vision, image_features, positions, tensor_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,7 @@ class Decoder:
         def features() -> Tensor:
             pixels = vision.pixels(image.ref, image.data).to(self._model.device, self._model.dtype)
             grid = torch.tensor([image.ref.grid], device=self._model.device)
-            made: Tensor = self._model.get_image_features(pixels, grid, return_dict=True).pooler_output[0]
-            return made
+            return image_features(self._model, pixels, grid)[0]
 
         return self._features.made(image.ref.sha256, features)
 

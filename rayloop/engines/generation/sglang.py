@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
+from rayloop.core.model_families import family
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.models import collapsed, has_vision, picture
@@ -41,6 +42,8 @@ class SglangEngine:
         self._open.set()
         config = AutoConfig.from_pretrained(model.path)
         self._image = config.to_dict().get("image_token_id")
+        if has_vision(config) and family(config.model_type).images != "patches":
+            raise ConfigError(f"engine kind sglang: images of {config.model_type!r} models were never compared there. Use vllm")
         self._patch: int = config.vision_config.patch_size if has_vision(config) else 0
         self._names = names(Path(model.path), tied=config.get_text_config().tie_word_embeddings)
         self._manager = sglang.Engine(**arguments(model, settings)).tokenizer_manager

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, WeightSyncError, WorkerLost
 from rayloop.core.kept import MOST_KEPT, Kept
+from rayloop.core.model_families import family
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version, derive
@@ -32,7 +33,7 @@ from rayloop.engines.generation.vllm_process import (
     stat_loggers,
 )
 from rayloop.engines.generation.vllm_worker import write
-from rayloop.engines.models import collapsed, has_vision, picture
+from rayloop.engines.models import collapsed, has_vision, image_limits, picture
 from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
 
 RETRIES = (0.05, 0.5, 2.0)
@@ -51,10 +52,12 @@ class VllmEngine:
         self._settings = settings
         self._vision = has_vision(config)
         self._image_token: int | None = config.image_token_id if self._vision else None
-        if self._vision:
-            self._patch: int = config.vision_config.patch_size
+        self._family = family(config.model_type)
+        self._patch: int = config.vision_config.patch_size if self._family.images == "patches" else 0
         self._load = VllmLoad()
-        arguments = {"served_model_name": place.name} | _arguments(model, settings, self._vision)
+        arguments = {"served_model_name": place.name} | _arguments(
+            model, settings, image_limits(model, config) if self._vision else {}
+        )
         self._llm = start(arguments, stat_loggers(self._load, place.name))
         self._limit: int = self._llm.model_config.max_model_len
         self._vocabulary: int = config.get_text_config().vocab_size
@@ -84,7 +87,7 @@ class VllmEngine:
 
     async def _completed(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | None:
         """Returns the turn; None when vLLM ended the request with an error: it had dropped a cached image and needs it again."""
-        tokens, images = collapsed(prompt, self._image_token), []
+        tokens, images = collapsed(prompt, self._image_token, around=bool(self._family.around)), []
         if prompt.images:
             images = await asyncio.to_thread(lambda: [self._image(image) for image in prompt.images])
         while not self._open.is_set():  # it may have been closed again before this call runs
@@ -189,15 +192,15 @@ class VllmEngine:
         return self._images.made(image.ref.sha256, lambda: picture(image, self._patch))
 
 
-def _arguments(model: ModelSettings, settings: VllmEngineSettings, vision: bool) -> dict[str, Any]:
+def _arguments(model: ModelSettings, settings: VllmEngineSettings, limits: Mapping[str, Any]) -> dict[str, Any]:
     """Of ``AsyncEngineArgs``. Log-probs are those of the distribution sampled from: masked, and divided by the temperature."""
     arguments = common_arguments(model.path, settings) | {
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": MOST_KEPT + TIES,
         "use_tqdm_on_load": False,  # its lock would leave a semaphore behind
     }
-    if vision:
-        arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": model.min_pixels, "longest_edge": model.max_pixels}}
+    if limits:
+        arguments["mm_processor_kwargs"] = dict(limits)
         arguments["limit_mm_per_prompt"] = {"video": 0}
     return arguments | settings.extra
 

@@ -67,6 +67,7 @@ class VllmWorker:
 
         try:
             _complain(manifest, _incomplete(model.packed_modules_mapping, tensors))
+            _repack_experts(model)
             model.load_weights = noting
             self.reload_weights(weights_iterator=iter(tensors.items()))  # type: ignore[attr-defined]
         except (KeyError, ValueError) as error:
@@ -96,6 +97,15 @@ def _incomplete(packed: Mapping[str, Sequence[str]], names: Iterable[str]) -> li
         for sibling in parts
     }
     return [f"{name} is missing" for name in sorted(wanted - names)]
+
+
+def _repack_experts(model: nn.Module) -> None:
+    """Let vLLM pack experts on CPU anew, as at its start: its reload (0.32) copies them unpacked to where packed ones are read."""
+    from vllm.platforms import current_platform
+
+    for module in model.modules() if current_platform.is_cpu() else ():
+        if hasattr(method := getattr(module, "quant_method", None), "moe_kernel"):
+            method.moe_kernel = None  # type: ignore[union-attr]
 
 
 def _refresh_tied_head(model: nn.Module) -> None:

@@ -1,29 +1,24 @@
-"""Loads a policy model in Hugging Face layout; makes the pixels and positions on which engine and trainer must agree. Images are
-supported for the Qwen-VL family, where an image is a (t, h, w) grid of patches."""
+"""Loads a policy model in Hugging Face layout; makes the pixels and positions on which engine and trainer must agree. How a model
+takes images is said of its family (rayloop/core/model_families.py)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+import transformers
 from PIL import Image, UnidentifiedImageError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2VLImageProcessorPil,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
@@ -33,7 +28,7 @@ from rayloop.core.model_families import family, unsupported
 from rayloop.core.protocols import Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, PromptImage, TokenPrompt
-from rayloop.data.images import decode
+from rayloop.data.images import decode, image_geometry
 from rayloop.engines.attention import use_packed_vision
 from rayloop.engines.models.experts import FUSED, as_saved
 from rayloop.engines.settings import ModelSettings
@@ -56,25 +51,33 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
         vision = has_vision(config)
         if why := unsupported(config.model_type, vision, config.get_text_config().to_dict()):
             raise ConfigError(f"model.path {settings.path}: {why}")
+        _without_dropout(config)
         auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-        made = {"dtype": dtype, "attn_implementation": _attention(settings, vision, dtype), "trust_remote_code": False}
+        made = {"config": config, "dtype": dtype, "attn_implementation": _attention(settings, config, dtype)}
         if weights:
-            model, report = auto.from_pretrained(settings.path, output_loading_info=True, **made)
+            model, report = auto.from_pretrained(settings.path, output_loading_info=True, trust_remote_code=False, **made)
         else:
             from accelerate import init_empty_weights  # a second of imports, for the ranks that need it
 
             with init_empty_weights(include_buffers=False):
-                model, report = auto.from_config(config, **made), {"missing_keys": ()}
+                model, report = auto.from_config(trust_remote_code=False, **made), {"missing_keys": ()}
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model.path {settings.path} cannot be loaded: {error}. Expected a folder in Hugging Face layout"
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
-    if vision:
+    if family(config.model_type).images == "patches":
         _patches_by_matmul(model)
         use_packed_vision(model)
     return model.eval()
+
+
+def _without_dropout(config: PreTrainedConfig) -> None:
+    """An engine samples without dropout, and an update computes what it sampled from."""
+    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
+        for name in [name for name in vars(part) if "dropout" in name or name.endswith("pdrop")]:
+            setattr(part, name, 0.0)
 
 
 def _patches_by_matmul(model: PreTrainedModel) -> None:
@@ -88,11 +91,16 @@ def _patches_by_matmul(model: PreTrainedModel) -> None:
     embed.forward = forward
 
 
-def _attention(settings: ModelSettings, vision: bool, dtype: torch.dtype) -> str:
+def _attention(settings: ModelSettings, config: PreTrainedConfig, dtype: torch.dtype) -> str:
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if capped and settings.attention == "sdpa":
+        raise ConfigError(
+            f"model.attention: {config.model_type} caps the scores of its attention, which SDPA leaves out. Use eager or auto"
+        )
     if settings.attention != "auto":
         return settings.attention
     flash = torch.cuda.is_available() and is_flash_attn_2_available() and dtype == torch.bfloat16
-    return "flash_attention_2" if flash and not vision else "sdpa"
+    return "flash_attention_2" if flash and not has_vision(config) else "eager" if capped else "sdpa"
 
 
 def tensor_cache(limit: int = 256 << 20) -> Cache[str, Tensor]:
@@ -100,25 +108,43 @@ def tensor_cache(limit: int = 256 << 20) -> Cache[str, Tensor]:
     return Cache(limit, lambda tensor: tensor.nbytes)
 
 
+def image_limits(settings: ModelSettings, config: PreTrainedConfig) -> dict[str, Any]:
+    """``min_pixels`` and ``max_pixels`` as the options of the family's image processor."""
+    known = family(config.model_type)
+    if known.images == "tiles":
+        tiles = image_geometry(config.to_dict(), settings.min_pixels, settings.max_pixels).tiles
+        return {"crop_to_patches": True, "min_patches": 1, "max_patches": tiles}
+    return {"size": {"shortest_edge": known.frames * settings.min_pixels, "longest_edge": known.frames * settings.max_pixels}}
+
+
 class Vision:
-    """Turns encoded images into the model's patches; the same in the engine and in the trainer. ``merge`` is the side of the patch
-    square that becomes one image token. Decoded images are cached by content."""
+    """Turns encoded images into the model's patches; the same in the engine and in the trainer. Decoded images are cached by
+    content."""
 
     def __init__(self, settings: ModelSettings, config: PreTrainedConfig) -> None:
         settings = settings.here(weights=False)
+        processor, limits = getattr(transformers, family(config.model_type).processor), image_limits(settings, config)
+        if size := limits.get("size"):  # Qwen-VL's folders may have the two numbers outside it, which take precedence
+            limits |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
         try:
-            self._processor = Qwen2VLImageProcessorPil.from_pretrained(
-                settings.path, min_pixels=settings.min_pixels, max_pixels=settings.max_pixels
-            )
+            self._processor = processor.from_pretrained(settings.path, **limits)
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path {settings.path}: no usable preprocessor_config.json: {error}") from error
-        self.merge: int = config.vision_config.spatial_merge_size
+        self._geometry = image_geometry(config.to_dict(), settings.min_pixels, settings.max_pixels)
         self._cache = tensor_cache()
+        self._config = config.vision_config
+
+    def dummy(self) -> tuple[Tensor, tuple[int, int, int], int]:
+        """Pixels, grid and number of tokens of the smallest image that there can be."""
+        cut, vision = self._geometry, self._config
+        side = cut.tile // cut.patch or cut.merge
+        shape = (1, 3, cut.tile, cut.tile) if cut.tile else (side**2, 3 * vision.temporal_patch_size * cut.patch**2)
+        return torch.zeros(shape), (1, side, side), (side // cut.merge) ** 2
 
     def pixels(self, ref: ImageRef, data: bytes | None = None) -> Tensor:
-        """Normalised patches [t * h * w, channels * temporal_patch * patch²], float32. Without ``data`` the image is read from
-        ``ref.path``. Raises DataFailure when it is missing, corrupt, not the image of ``ref.sha256``, or of another grid than
-        ``ref.grid``; InfrastructureFailure when the file system fails."""
+        """Normalised patches [t * h * w, channels * temporal_patch * patch²], or tiles [t, channels, side, side], float32. Without
+        ``data`` the image is read from ``ref.path``. Raises DataFailure when it is missing, corrupt, not the image of
+        ``ref.sha256``, or of another grid than ``ref.grid``; InfrastructureFailure when the file system fails."""
         return self._cache.made(ref.sha256, lambda: self._made(ref, data))
 
     def _made(self, ref: ImageRef, data: bytes | None) -> Any:
@@ -127,9 +153,15 @@ class Vision:
             features = self._processor(images=[decode(encoded)], return_tensors="pt")
         except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
             raise DataFailure(name, f"the image cannot be decoded: {error}") from error
-        if (grid := tuple(features["image_grid_thw"][0].tolist())) != tuple(ref.grid):
+        pixels = features["pixel_values"]
+        if self._geometry.tile:
+            tiles, _, *sides = pixels.shape
+            grid = (tiles, *(side // self._geometry.patch for side in sides))
+        else:
+            grid = tuple(features["image_grid_thw"][0].tolist())
+        if grid != tuple(ref.grid):
             raise DataFailure(name, f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}")
-        return features["pixel_values"]
+        return pixels
 
 
 def _name(ref: ImageRef) -> str:
@@ -159,17 +191,30 @@ def load_vision(settings: ModelSettings, config: PreTrainedConfig) -> Vision | N
     return Vision(settings, config) if has_vision(config) else None
 
 
+def image_features(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
+    """Of each image [tokens, hidden]; ``pixels`` of all after each other, ``grids`` [n, 3] int64. Only for a ``pooled`` family."""
+    if family(model.config.model_type).images == "tiles":
+        made: Tensor = model.get_image_features(pixels, return_dict=True).pooler_output
+        return [tiles.flatten(0, 1) for tiles in made.split(grids[:, 0].tolist())]
+    features: Sequence[Tensor] = model.get_image_features(pixels, grids, return_dict=True).pooler_output
+    return features
+
+
 def positions(model: PreTrainedModel, token_ids: Tensor, grids: Tensor) -> Tensor:
-    """Position ids of one whole sequence: [1, T] for text models, [4, T] (text, then M-RoPE's t, h, w) for Qwen-VL. ``token_ids``
-    [T] int64, expanded; ``grids`` [n, 3] int64, of the images in order. Raises DataFailure when image tokens and grids disagree."""
+    """Position ids of one whole sequence: [4, T] (text, then M-RoPE's t, h, w) for a model of images as patches, else [1, T].
+    ``token_ids`` [T] int64, expanded; ``grids`` [n, 3] int64, of the images in order. Raises DataFailure when image tokens and
+    grids disagree."""
     text = torch.arange(len(token_ids), device=token_ids.device)[None]
-    if not has_vision(model.config):
-        return text
     config = model.config
-    image = token_ids == config.image_token_id
-    expected = int(grids.prod(-1).sum()) // config.vision_config.spatial_merge_size**2
+    if not has_vision(config):
+        return text
+    image, patches = token_ids == config.image_token_id, family(config.model_type).images == "patches"
+    merge = config.vision_config.spatial_merge_size if patches else round(1 / config.downsample_ratio)
+    expected = int(grids.prod(-1).sum()) // merge**2
     if int(image.sum()) != expected:
         raise DataFailure("token sequence", f"{int(image.sum())} image tokens, but the grids {grids.tolist()} need {expected}")
+    if not patches:
+        return text
     if not len(grids):
         return text.expand(4, -1)
     rotary, _ = model.base_model.get_rope_index(token_ids[None], mm_token_type_ids=image[None].int(), image_grid_thw=grids)
@@ -225,8 +270,8 @@ def model_groups(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _part(name: str) -> str:
-    if "visual." in name:
-        return "merger" if "merger" in name else "vision"
+    if "visual." in name or "vision_tower." in name or "multi_modal_projector." in name:
+        return "merger" if "merger" in name or "projector" in name else "vision"
     if "embed_tokens" in name:
         return "embedding"
     return "head" if name.startswith("lm_head") else "language"
@@ -248,9 +293,10 @@ def save_model(source: str | Path, target: Path, tensors: Mapping[str, Tensor], 
     shutil.copymode(target / "config.json", target / "model.safetensors")  # as the umask says; safetensors makes files private
 
 
-def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
-    """The prompt's tokens with one image token per image; ``image_token`` None: the model is text-only. Raises DataFailure for a
-    prompt without tokens, or whose image tokens are not as many as its images need."""
+def collapsed(prompt: TokenPrompt, image_token: int | None, *, around: bool = False) -> list[int]:
+    """The prompt's tokens with one image token per image, ``around``: it also stands for the token on each side;
+    ``image_token`` None: the model is text-only. Raises DataFailure for a prompt without tokens, or whose image tokens are not as
+    many as its images need."""
     if not prompt.token_ids:
         raise DataFailure("prompt", "it has no tokens")
     if image_token is None:
@@ -262,13 +308,18 @@ def collapsed(prompt: TokenPrompt, image_token: int | None) -> list[int]:
     counts = [image.ref.tokens for image in prompt.images]
     if len(where) != sum(counts):
         raise DataFailure("prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}")
-    first = np.cumsum([0, *counts])[:-1]
-    rest: list[int] = np.delete(ids, np.delete(where, first)).tolist()
+    ends = np.cumsum([0, *counts])
+    gone: list[npt.NDArray[np.int64]] = [np.delete(where, ends[:-1])]
+    if around and counts:
+        gone += [where[ends[:-1]] - 1, where[ends[1:] - 1] + 1]
+    rest: list[int] = np.delete(ids, np.concatenate(gone)).tolist()
     return rest
 
 
 def picture(image: PromptImage, patch: int) -> Image.Image:
     """Returns the image in the size that the model sees, ``patch`` pixels for each patch of its grid, so that an engine does not
-    resize it. Raises DataFailure, InfrastructureFailure. Takes 0.2 s for 8 megapixels."""
+    resize it; as it is with 0. Raises DataFailure, InfrastructureFailure. Takes 0.2 s for 8 megapixels."""
+    if not patch:
+        return decode(read_image(image.ref, image.data))
     size = (image.ref.grid[2] * patch, image.ref.grid[1] * patch)
     return decode(read_image(image.ref, image.data)).resize(size, Image.Resampling.BICUBIC)

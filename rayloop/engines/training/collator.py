@@ -1,7 +1,6 @@
 """Makes packed batches of trajectories for one model. Threads decode images ahead of the device, and pack the next batch while the
 device computes one. Images and prompt positions that a group shares are made once."""
 
-import dataclasses
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -118,29 +117,21 @@ class Collator:
         return torch.cat([first, rest], dim=1)
 
     def _make_dummy(self) -> TrainSample:
-        config = self._model.config
-        nothing = torch.zeros(0)
-        text = TrainSample(
-            token_ids=torch.zeros(1, dtype=torch.int64),
-            position_ids=torch.zeros(1, 1, dtype=torch.int64),
+        nothing, token_ids, grids, pixels = torch.zeros(0), torch.zeros(1).long(), torch.zeros(0, 3).long(), Future[Tensor]()
+        if self._vision is not None:
+            image, grid, count = self._vision.dummy()
+            token_ids, grids = torch.full((count,), self._model.config.image_token_id), torch.tensor([grid])
+            pixels.set_result(image)
+        return TrainSample(
+            token_ids=token_ids,
+            position_ids=positions(self._model, token_ids, grids),
             predict=nothing.long(),
             turn_position=nothing.long(),
             behaviour=nothing,
             reference=None,
             sampling=Sampling(),
-        )
-        if self._vision is None:
-            return text
-        vision = config.vision_config
-        side = vision.spatial_merge_size
-        promise = Future[Tensor]()
-        promise.set_result(torch.zeros(side**2, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2))
-        return dataclasses.replace(
-            text,
-            token_ids=torch.tensor([config.image_token_id]),
-            position_ids=torch.zeros(4, 1, dtype=torch.int64),
-            pixels=(promise,),
-            grids=((1, side, side),),
+            pixels=(pixels,) if len(grids) else (),
+            grids=tuple((t, h, w) for t, h, w in grids.tolist()),
         )
 
 

@@ -1,5 +1,6 @@
 """Low-rank adapters in the trainer. peft is imported where it is used: a trainer without adapters starts without it."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -8,8 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rayloop.core.failures import ConfigError
+from rayloop.core.model_families import UNADAPTED, experts
 from rayloop.engines.models import model_groups
 from rayloop.engines.settings import LoraSettings
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
 
@@ -30,6 +34,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, vision: bool, c
     targets = [name for name in linear if name.rpartition(".")[2] in settings.targets] or linear
     if not targets:
         raise ConfigError(f"policy.engine.lora: {type(model).__name__} has no linear layer to adapt")
+    if experts(model.config.get_text_config().to_dict()):
+        logger.warning("policy.engine.lora: %s", UNADAPTED)
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=targets, bias="none"
     )

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
 from rayloop.engines.attention import use_packed_sdpa
-from rayloop.engines.models import load_model
+from rayloop.engines.models import image_features, load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
 from rayloop.grpo.batch import Batch, TrainSample, by_segment
@@ -56,18 +57,18 @@ class Scorer(nn.Module):
     def hidden(self, batch: Batch) -> Tensor:
         """Last hidden states [T, H]."""
         # Packing works only without a mask and without a cache; otherwise samples silently attend to each other.
-        # Text models take [1, T] ids; Qwen2.5-VL cuts row 0 of [4, 1, T] off to find where a sample begins.
+        # Text models take [1, T] ids; models with M-RoPE cut row 0 of [4, 1, T] off to find where a sample begins.
         positions = batch.position_ids[0] if len(batch.position_ids) == 1 else batch.position_ids
-        output = self.model.model(position_ids=positions, attention_mask=None, use_cache=False, **self._inputs(batch))
+        output = self.model.base_model(position_ids=positions, attention_mask=None, use_cache=False, **self._inputs(batch))
         return output.last_hidden_state[0]
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """The row's tokens and images; an image that several samples have is encoded once."""
         if batch.pixel_values is None or batch.image_grid is None or batch.image_index is None:
             return {"input_ids": batch.token_ids}
-        if len(batch.image_index) == len(batch.image_grid):
+        if not family(self.model.config.model_type).pooled:
             return {"input_ids": batch.token_ids, "pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid}
-        encoded = self.model.get_image_features(batch.pixel_values, batch.image_grid, return_dict=True).pooler_output
+        encoded = image_features(self.model, batch.pixel_values, batch.image_grid)
         embeddings = self.model.get_input_embeddings()(batch.token_ids)
         images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)
         places = (batch.token_ids == self.model.config.image_token_id)[..., None]

@@ -30,6 +30,27 @@ def test_smart_resize_equals_the_processors(height: int, width: int, pixels: tup
     assert smart_resize(height, width, 28, *pixels) == original(height, width, 28, *pixels)
 
 
+@given(height=SIDES, width=SIDES, pixels=st.tuples(st.integers(784, 50_000), st.integers(50_000, 2_000_000)))
+@settings(max_examples=300)
+def test_sides_below_a_token_are_enlarged_as_the_processor_of_glm_does(height: int, width: int, pixels: tuple[int, int]) -> None:
+    from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as original
+
+    if max(height, width) > 100 * min(height, width):
+        return
+    _, rows, columns = ImageGeometry(14, 2, *pixels, enlarges=True).grid(height, width)
+    assert (14 * rows, 14 * columns) == original(2, height, width, 2, 28, 2 * pixels[0], 2 * pixels[1])
+
+
+@given(height=SIDES, width=SIDES, most=st.integers(1, 12))
+@settings(max_examples=300)
+def test_tiles_are_those_of_the_processor_of_internvl(height: int, width: int, most: int) -> None:
+    from transformers import GotOcr2ImageProcessorPil
+
+    geometry = ImageGeometry(14, 2, 1, most * 448 * 448, tile=448)
+    processor = GotOcr2ImageProcessorPil(crop_to_patches=True, max_patches=most, size={"height": 448, "width": 448})
+    assert geometry.grid(height, width) == (processor.get_number_of_image_patches(height, width), 32, 32)
+
+
 @pytest.mark.parametrize(("width", "height"), [(160, 210), (28, 28), (10, 1500), (1920, 1080), (5, 5)])
 def test_a_reference_has_the_processors_grid(width: int, height: int) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
