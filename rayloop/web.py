@@ -1,7 +1,5 @@
 """HTTP that all applications share: the key, sizes, health routes, parts of a message, and one form of error (OpenAI's)."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
