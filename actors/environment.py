@@ -1,7 +1,5 @@
 """The environment actor: plays episodes, many at once, on its event loop. No torch."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

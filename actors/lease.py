@@ -1,7 +1,5 @@
 """A lease on a pooled worker, and generation that continues on another engine when one is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

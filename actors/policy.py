@@ -165,24 +165,14 @@ class PolicyRank(Actor):
             scored = self.engine.logprobs([found[ref] for ref in distinct], reference=True)
             references = dict(zip(distinct, scored, strict=True))
             updates = [[replace(a, reference=a.payload) for a in update] for update in updates]
-        report = self.engine.train(
-            [
-                [
-                    TrainItem(
-                        found[a.payload],
-                        a.credit.advantage,
-                        references.get(a.reference),
-                        a.on_policy,
-                        a.lag,
-                        a.credit.turns,
-                        a.credit.streams,
-                        a.group_tokens,
-                    )
-                    for a in update
-                ]
-                for update in updates
-            ]
-        )
+
+        def item(a: Assignment) -> TrainItem:
+            credit, reference = a.credit, references.get(a.reference)
+            return TrainItem(
+                found[a.payload], credit.advantage, reference, a.on_policy, a.lag, credit.turns, credit.streams, a.group_tokens
+            )
+
+        report = self.engine.train([[item(a) for a in update] for update in updates])
         return {**report, "timing_s/fetch": seconds}
 
     def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> list[dict[str, float]]:

@@ -1,7 +1,5 @@
 """Creates the actors of a run: one placement group, one pool per role, and the policy's ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

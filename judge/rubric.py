@@ -63,12 +63,9 @@ class Rubric(SettingsModel):
         for name, examples in self.examples.items():
             scored = self.kind == "scored"
             if any((e.score is None) == scored or (e.verdict is None) != scored for e in examples):
-                raise ValueError(f"examples.{name}: a {self.kind} rubric's examples need a {self._answer_field} and nothing else")
+                field = "score" if scored else "verdict"
+                raise ValueError(f"examples.{name}: a {self.kind} rubric's examples need a {field} and nothing else")
         return self
-
-    @property
-    def _answer_field(self) -> str:
-        return "verdict" if self.kind == "binary" else "score"
 
     def family(self, source: str) -> str:
         """The name of the set of examples for a data source; ``default`` for one that no set serves."""

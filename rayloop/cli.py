@@ -4,8 +4,6 @@ Exit codes: 0 the requested steps were done; 1 the run failed; 2 the configurati
 again; 75 stopped after saving.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import select

@@ -1,12 +1,9 @@
 """HTTP that all applications share: the key, sizes, health routes, parts of a message, and one form of error (OpenAI's)."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import json
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from importlib.metadata import version
@@ -281,17 +278,15 @@ class RequestMetrics:
     @contextmanager
     def request(self, route: str) -> Iterator[None]:
         """Count a request and its time; an exception's name is its outcome."""
-        began, outcome = time.monotonic(), "ok"
-        self._in_flight.inc()
-        try:
-            yield
-        except BaseException as error:
-            outcome = type(error).__name__
-            raise
-        finally:
-            self._in_flight.dec()
-            self._requests.labels(**self._owner, route=route, outcome=outcome).inc()
-            self._latency.labels(**self._owner, route=route).observe(time.monotonic() - began)
+        outcome = "ok"
+        with self._in_flight.track_inprogress(), self._latency.labels(**self._owner, route=route).time():
+            try:
+                yield
+            except BaseException as error:
+                outcome = type(error).__name__
+                raise
+            finally:
+                self._requests.labels(**self._owner, route=route, outcome=outcome).inc()
 
     @contextmanager
     def holding(self, count: int) -> Iterator[None]:

@@ -1,10 +1,6 @@
-"""GRPO (arXiv:2402.03300) from top to bottom in one process, without Ray: ``python recipes/one_file.py`` trains for half a minute.
-
-It calls the functions of a distributed run in the same order; with ``rollout.deterministic`` such a run has the same losses and
-weights bit for bit (tests/cluster/test_one_file.py). A run adds processes, turns, staleness, a reference, checkpoints, recovery.
-"""
-
-from __future__ import annotations
+"""GRPO (arXiv:2402.03300) from top to bottom in one process, without Ray: ``python recipes/one_file.py`` trains for half a
+minute. With ``rollout.deterministic`` a distributed run has the same losses and weights bit for bit
+(tests/cluster/test_one_file.py)."""
 
 import math
 from collections.abc import Iterator, Sequence

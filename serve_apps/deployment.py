@@ -1,7 +1,5 @@
 """An application as a deployment of Ray Serve."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from pathlib import Path

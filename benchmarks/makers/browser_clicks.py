@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.makers.action_text import write
 from rayloop.core.protocols import Observation
 from rayloop.core.types import Message, Task
 from rayloop.envs.browser.miniwob import MiniWob
 from rayloop.envs.browser.tab import Screen
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.screens import Pointing
-from rayloop.envs.grammar.writer import write
 from rayloop.recipes.arpo.prepare import PAGES, rows
 
 WARM_PAGES = (*PAGES, "click-color", "click-widget")

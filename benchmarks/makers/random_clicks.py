@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
+from benchmarks.makers.action_text import write
 from rayloop.core.types import Message, Task
 from rayloop.envs.browser.miniwob import MiniWob
 from rayloop.envs.grammar.actions import Actions, Click, Point
 from rayloop.envs.grammar.screens import Pointing
-from rayloop.envs.grammar.writer import write
 from rayloop.measure.controls import Item
 
 ARM, AT_ONCE = "random", 8

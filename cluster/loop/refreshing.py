@@ -1,10 +1,5 @@
-"""A reference that takes over the policy's weights every so many steps (``reference.refresh_every``; TRL's ``sync_ref_model``).
-
-reference/STEP-LINEAGE/                     a model folder, made at that step; the newest two are kept
-checkpoints/step_N/reference/STEP-LINEAGE/  the one that was in use at step N, as links to the same files
-"""
-
-from __future__ import annotations
+"""A reference that takes over the policy's weights every so many steps (``reference.refresh_every``; TRL's ``sync_ref_model``):
+model folders ``reference/STEP-LINEAGE/``, of which the newest two are kept, and links to the one in use in each checkpoint."""
 
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saving the steps of a run, one at a time, beside training with ``checkpoint.asynchronous`` (docs/algorithm.md, section 12)."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping

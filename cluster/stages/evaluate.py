@@ -201,7 +201,7 @@ class Evaluator(Actor):
             self._emit(grader_error(member))
 
     def _emit(self, event: Event) -> None:
-        self.events.append(event)
+        self.events.emit(event)
 
 
 def _longer(asked: Play) -> Play:

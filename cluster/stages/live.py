@@ -1,7 +1,5 @@
 """A live run seen from outside. All but ``stop_driver`` asks Ray, not the driver, and so answers when the driver hangs."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """Serving the judge, or the policy of a live run, with Ray Serve, until a signal comes or the run ends."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

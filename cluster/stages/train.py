@@ -1,7 +1,5 @@
 """The ``train`` process: owns the driver actor, shows its progress, restarts it, and turns its end into an exit code."""
 
-from __future__ import annotations
-
 import math
 import platform
 import signal
@@ -85,7 +83,7 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
         with started, findable(folder.cluster, ray.get_runtime_context().gcs_address, names):
             packages = {name: version(name) for name in ("torch", "transformers", "ray")}
-            folder.events.append(events.Start(config_hash(config), {"python": platform.python_version(), **packages}))
+            folder.events.emit(events.Start(config_hash(config), {"python": platform.python_version(), **packages}))
             folder.events.close()  # the driver goes on writing it
             with watched(progress.note) as head:
                 result = _run(config, folder, origin, hashes, progress, check, head)
@@ -117,7 +115,7 @@ def _recorded(folder: RunFolder, origin: Origin) -> Iterator[None]:
 def _emit(folder: RunFolder, end: RayloopError, trace: str = "") -> None:
     if not isinstance(end, Preempted | ResumeRefused):
         with suppress(OSError):
-            folder.events.append(failure(end, Ledger().counts(), trace))
+            folder.events.emit(failure(end, Ledger().counts(), trace))
 
 
 @contextmanager
@@ -159,7 +157,7 @@ def _run(
                 head.decide()
             except HeadGone as gone:
                 raise _without_head(gone, until, origin) from error
-            lost = folder.events.append(incidents.DriverLostEvent(restarts, brief(error), socket.gethostname()))
+            lost = folder.events.emit(incidents.DriverLostEvent(restarts, brief(error), socket.gethostname()))
             folder.events.close()  # the next driver goes on writing it
             progress.note(describe(lost))
             if until() < math.inf:
@@ -211,7 +209,7 @@ def _follow(
             if silent > due:
                 event = incidents.DriverSilent(round(silent, 1), left=round(silence - silent, 1))
                 progress.note(describe(event.record()))
-                write = threading.Thread(target=folder.events.beside, args=(event,), daemon=True)
+                write = threading.Thread(target=folder.events.beside, args=(event.record(),), daemon=True)
                 write.start()  # storage that hangs must not hold up this process too
                 due = 2 * silent
         except RayError as error:

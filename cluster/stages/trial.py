@@ -1,8 +1,6 @@
 """``python -m rayloop try``: one row as the model sees it, two sampled answers, and the reward of each. No Ray cluster is started.
 The reader, the renderer, the episode loop and the rollout and reward classes run in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

@@ -1,8 +1,6 @@
 """Plays and scores the episodes of a group on the pools until each is over. A group's first attempt is one call (of at most
 ``environment.episodes_at_once``); an episode without a result is played again alone, since it may have ended its actor."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """The policy: one handle for all ranks. Every method is collective and has a deadline."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import shutil

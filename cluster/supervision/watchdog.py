@@ -1,8 +1,6 @@
 """Watching what hangs: the stall watchdog and silent actors (in the driver), and the cluster's head (in the ``train`` process).
 Without its head, Ray ends the process after a while. A head that was started again knows nothing of the run."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

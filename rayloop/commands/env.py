@@ -1,7 +1,5 @@
 """``env list|play|check``: which environments there are, one episode of them played by a person, many started at once."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

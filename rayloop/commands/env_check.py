@@ -1,7 +1,5 @@
 """``env check RUN``: starts the environments of a run as an evaluation or a step would, resets each, and says what failed."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import time

@@ -1,7 +1,5 @@
 """``judge serve|check|calibrate`` and ``policy serve``: a judge, or a live run's policy, on Ray Serve (docs/policy_endpoint.md)."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

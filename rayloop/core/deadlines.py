@@ -1,7 +1,5 @@
 """Awaiting: each await of the driver on an actor has a deadline and stands in one table; background tasks cannot fail silently."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import time

@@ -1,7 +1,5 @@
 """Where a model is: a local folder, or a commit of a model of the Hub; the same name may stand for another one tomorrow."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

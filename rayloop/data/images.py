@@ -1,7 +1,5 @@
 """Images: checking a file before it is decoded, the processor's resize rule, and references by content. PIL and numpy only."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Checking files of rows before a run reads them: schema, images, repetitions, long prompts, held-out rows that are trained on."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field

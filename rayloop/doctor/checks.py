@@ -1,7 +1,5 @@
 """``doctor``: problems of this machine and of a configuration, each with its remedy."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

@@ -1,16 +1,15 @@
 """Checks of ports, proxies, and of the Ray cluster that a run would join."""
 
-import http.client
-import json
 import os
 import re
 import stat
-import urllib.request
 from collections.abc import Collection, Iterable, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import proxy_bypass
 
+import httpx
 import psutil
 
 from rayloop.doctor.finding import Finding
@@ -75,18 +74,13 @@ def proxies(environment: Mapping[str, str], internal: Iterable[str]) -> list[Fin
         else:
             findings.append(Finding("ok", f"{names} answers"))
     excepted = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
-    caught = [host for host in internal if not _excepted(host, excepted)]
+    caught = [host for host in internal if not proxy_bypass(host, {"no": excepted})]
     if named and caught:
         found = f"no_proxy={excepted} leaves out {', '.join(caught)}: requests inside the cluster would go to the proxy"
         whole = ",".join(filter(None, [excepted, *caught]))
         remedy = f"export no_proxy={whole} NO_PROXY={whole} (names and addresses one by one: ranges are not understood by all)"
         findings.append(Finding("warning", found, remedy))
     return findings or [Finding("ok", "none")]
-
-
-def _excepted(host: str, excepted: str) -> bool:
-    entries = [entry.strip().lstrip(".") for entry in excepted.split(",") if entry.strip()]
-    return "*" in entries or any(host == entry or host.endswith(f".{entry}") for entry in entries)
 
 
 def place(address: str, defaults: Mapping[str, int] = SCHEME_PORTS, default: int = 6379) -> tuple[str, int]:
@@ -185,13 +179,10 @@ def _dashboard_urls(candidates: Collection[int], address: str | None, node: str 
 
 def dashboard_status(url: str) -> int:
     """What a Ray dashboard answers to a request without a token; 0 when none answers there."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url}/api/version", timeout=CONNECT) as answer:
-            return 200 if "ray_version" in json.load(answer) else 0
-    except urllib.request.HTTPError as error:
-        return error.code
-    except (OSError, ValueError, TypeError, http.client.HTTPException):
+        answer = httpx.get(f"{url}/api/version", timeout=CONNECT, trust_env=False, follow_redirects=True)
+        return answer.status_code if answer.is_error or "ray_version" in answer.json() else 0
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, TypeError):
         return 0
 
 

@@ -1,7 +1,5 @@
 """Environments to try by name, as ``miniwob:click-color``, for ``env list`` and ``env play``."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

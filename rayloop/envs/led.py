@@ -1,7 +1,5 @@
 """The episode of an environment that leads it: its program runs, asks the policy, and ends."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """Steps, trajectories, tokens and time of a run. An epoch is rows / groups_per_step steps."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

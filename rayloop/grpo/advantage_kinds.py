@@ -1,8 +1,6 @@
 """Advantages beside GRPO's (docs/algorithm.md, section 3), a class for each. Rewards of a group that are all equal
 give zeros, except to single turns, whose returns differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import statistics
 from collections import defaultdict

@@ -1,8 +1,5 @@
-"""The trainer's input: a ``TrainSample`` is one trajectory ready to pack, a ``Batch`` is one packed micro-batch.
-
-A sampled token at position t is predicted by the hidden state at t - 1 of the same trajectory; nothing is predicted
-across the border of two packed trajectories, and the first token of a sequence cannot be a sampled one.
-"""
+"""The trainer's input: a ``TrainSample`` is one trajectory ready to pack, a ``Batch`` is one packed micro-batch. A sampled token
+at position t is predicted by the hidden state at t - 1 of the same trajectory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Alarms about a policy that collapses: its entropy or its answers shrink, or the rewards of its groups become equal.
-
-They watch the recorded metrics of steps (rayloop/run/records/metrics.py). The original run of Arc Vision collapsed without a
-message: every answer asked for a tool, every reward was 0.100, and answers fell from 38 to 20 tokens.
-"""
+"""Alarms about a policy that collapses: its entropy or its answers shrink, or the rewards of its groups become equal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Filters, which take members out of groups: by ``kind``, with a line in ``FilterSettings`` each, or your own by ``use``.
-
-No torch, no ray."""
+"""Filters, which take members out of groups: by ``kind``, with a line in ``FilterSettings`` each, or your own by ``use``. No
+torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol

@@ -1,7 +1,5 @@
 """Cuts a rank's trajectories into micro-batches, and packs each into one row. Deterministic."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Hashable, Sequence

@@ -1,8 +1,6 @@
-"""Evaluation against controls: wrong images, and the best answer without any. Also pass@k of sampled answers.
-
-A policy that learns where answers usually are scores well without the image. It looks only if the right image scores higher
-than another image of the same kind, than an image of another kind, and than the blind prior, each by more than chance.
-"""
+"""Evaluation against controls: a policy looks only if the right image scores higher than another image of the same kind, than one
+of another kind, and than the best answer without any (the blind prior), each by more than chance. Also pass@k of sampled
+answers."""
 
 import random
 from collections import defaultdict

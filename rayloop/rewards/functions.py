@@ -1,16 +1,5 @@
-"""Plain functions as rewards, in rayloop's own form, TRL's or verl's; the names of the parameters identify the form.
-
-- ``score(trajectory, task, context)``: as ``RewardSource.score``; ``score_group(trajectories, task, contexts)``: as
-  ``GroupRewardSource.score_group``, with ``reward.per: group``.
-- TRL (GRPOTrainer's ``reward_funcs``): ``f(completions, ...)`` returns one number or None per completion. It is called with one
-  trajectory (``per: group``: with those of a group), by keyword, with lists of that length: ``prompts``, ``completions``,
-  ``completion_ids`` and every column of the row; beside them ``trainer_state`` (``global_step`` only), ``log_metric`` (its values
-  become components), ``log_extra`` (ignored).
-- verl (``custom_reward_function``): ``f(data_source, solution_str, ground_truth, extra_info)`` returns a number, or a dict whose
-  ``score`` is the reward and whose other numbers become components.
-
-All may be coroutine functions. A parameter that nothing fills and that has no default is an error of the function.
-"""
+"""Plain functions as rewards, in rayloop's own form, TRL's or verl's (docs/rewards.md); the names of the parameters identify the
+form. All may be coroutine functions. A parameter that nothing fills and that has no default is an error of the function."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Plays groups of tasks without end, and gives a step those that it trains on. A step waits only for groups that have begun."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping

@@ -1,8 +1,6 @@
 """Group requests: which task starts next, under which number, and whether staleness, budget and engine caches leave room for it.
-
-With ``max_staleness: 0`` groups start in rounds, only while a step waits for them; a round ends before the next begins, so
-nothing in flight survives a weight sync. Otherwise groups start whenever the staleness bound leaves room.
-"""
+With ``max_staleness: 0`` groups start in rounds, only while a step waits for them, so that nothing in flight survives a weight
+sync."""
 
 import asyncio
 import math

@@ -1,17 +1,5 @@
-"""Checkpoints: written aside, marked complete, renamed, and only then named ``latest``.
-
-    checkpoints/step_000010/            one checkpoint (step_000010-1, ... when a restored run saves the step again)
-        trainer/                        model, optimizer, scheduler, RNG (rayloop/engines/training/state.py)
-        reference/                      the reference at that step (``reference.refresh_every``, cluster/loop/refreshing.py)
-        driver.json, driver.safetensors the driver's state: plain values, arrays and bytes (rayloop/run/records/plain_files.py)
-        COMPLETE                        JSON: step, lineage, size and CRC-32 of every file, and the run (rayloop/run/identity.py)
-    checkpoints/latest                  name of the checkpoint written last
-    checkpoints/best                    link to the checkpoint of the best held-out reward (``evaluation.patience``)
-    checkpoints/lineage                 number of restores so far
-
-A crash leaves the previous checkpoint loadable: ``*.tmp`` is never read. A later lineage is newer whatever its steps. A restore
-compares checksums (older checkpoints: sizes) and renames a damaged checkpoint to ``*.damaged``.
-"""
+"""Checkpoints (docs/run_folder.md has their layout): written aside, marked complete, renamed, and only then named ``latest``. A
+crash leaves the previous one loadable: ``*.tmp`` is never read. A later lineage is newer whatever its steps."""
 
 from __future__ import annotations
 

@@ -260,12 +260,3 @@ def value_of(config: BaseModel, key: str) -> float | None:
             return None
         place = place.__dict__[name]
     return float(str(place))
-
-
-def table(config: BaseModel) -> str:
-    """The table of docs/choosing_settings.md, with the values of ``config``."""
-    lines = ["| key | default | seconds for | when they are over | shorter than |", "|---|---|---|---|---|"]
-    for each in DURATIONS:
-        shorter = f"`{each.within}`" if each.within else ""
-        lines.append(f"| `{each.key}` | {value_of(config, each.key):g} | {each.what} | {each.then} | {shorter} |")
-    return "\n".join(lines) + "\n"

@@ -74,7 +74,7 @@ class Reporter:
 
     def event(self, event: Event, step: int | None = None) -> None:
         """Something that happened once, after ``step`` (default: the last one on record)."""
-        record = self.folder.events.append(event, self._step if step is None else step)
+        record = self.folder.events.emit(event, self._step if step is None else step)
         self.updates.append(("event", record))
         self._watch("events.jsonl", self.folder.events.trouble)
         if isinstance(event, events.CheckpointEvent):
@@ -116,7 +116,7 @@ class Reporter:
     def trained(self, step: int, groups: Sequence[Group]) -> None:
         """Which trajectories ``step`` trains on: {group: samples}. For the record only; the console shows the counts."""
         ids = {str(group.number): [m.summary.id.sample for m in group.kept] for group in groups}
-        self.folder.events.append(events.Trained(ids), step)
+        self.folder.events.emit(events.Trained(ids), step)
 
     def failed(self, why: BaseException, ledger: Mapping[str, int], traceback: str = "") -> None:
         """The run ends because of ``why``."""

@@ -1,7 +1,5 @@
 """What the roles of a run reserve, and where the reference's log-probs come from."""
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from rayloop.config.model import ModelSettings

@@ -1,8 +1,5 @@
-"""Supervised steps on the answers of the training rows: the stage before GRPO, on the same engine and data.
-
-The gradient of the log-likelihood is the policy gradient with advantage 1 at ratio 1: an answer is a trajectory whose sampled turns
-are the assistant's. ``model.path`` of a run takes the written folder; cluster/stages/sft.py runs the stage.
-"""
+"""Supervised steps on the answers of the training rows, before GRPO, on the same engine: the gradient of the log-likelihood is
+the policy gradient with advantage 1 at ratio 1. cluster/stages/sft.py runs the stage."""
 
 from __future__ import annotations
 

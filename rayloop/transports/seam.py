@@ -1,9 +1,5 @@
-"""The interface of a weight transport: how weights get from the policy to the engines.
-
-The driver calls ``deliver``. The ``sender`` lives in the policy's first rank, a ``receiver`` in every rollout actor. A transport
-decides itself what to do when its broadcast, file or handle fails. The driver imports this module: torch is imported in functions.
-docs/bring_your_own/transport.md has the shortest complete transport.
-"""
+"""The interface of a weight transport (docs/bring_your_own/transport.md): the driver calls ``deliver``, the ``sender`` lives in
+the policy's first rank, a ``receiver`` in every rollout actor. The driver imports this module: torch is imported in functions."""
 
 from __future__ import annotations
 

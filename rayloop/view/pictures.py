@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from PIL import Image
+from rich.color import Color, ColorSystem
+from rich.style import Style
 
 from rayloop.config.settings import Component
 from rayloop.core.protocols import Box, BoxReader
@@ -141,10 +145,6 @@ def _reward(record: Record) -> str:
 
 
 Colours = Literal["true", "256"]
-HALF = "▀"
-RESET = "\x1b[0m"
-STEPS = (0, 95, 135, 175, 215, 255)
-"""Of each colour in the cube of 6 x 6 x 6 that terminals of 256 colours have, from number 16 on."""
 
 
 def colours(environment: Mapping[str, str], terminal: bool) -> Colours | None:
@@ -161,32 +161,11 @@ def blocks(picture: Image.Image, columns: int, kind: Colours = "true") -> str:
     """The picture as lines of text, at most ``columns`` characters wide; a character holds two pixels, one above the other."""
     width = max(1, min(columns, picture.width))
     height = max(2, 2 * round(picture.height * width / picture.width / 2))
-    small = picture.convert("RGB").resize((width, height), Image.Resampling.BOX)
-    raw = small.tobytes()  # row by row
-    pixels = [(raw[at], raw[at + 1], raw[at + 2]) for at in range(0, len(raw), 3)]
-    colour = _true if kind == "true" else _cube
+    pixels = np.asarray(picture.convert("RGB").resize((width, height), Image.Resampling.BOX))
+    system = ColorSystem.TRUECOLOR if kind == "true" else ColorSystem.EIGHT_BIT
     lines = []
-    for top in range(0, height, 2):
-        pairs = zip(pixels[top * width : (top + 1) * width], pixels[(top + 1) * width : (top + 2) * width], strict=True)
-        lines.append(_line([(colour(upper), colour(lower)) for upper, lower in pairs]))
+    for upper, lower in zip(pixels[::2], pixels[1::2], strict=True):
+        both = zip(map(Color.from_rgb, *upper.T), map(Color.from_rgb, *lower.T), strict=True)
+        cells = groupby(Style(color=above, bgcolor=below) for above, below in both)
+        lines.append("".join(style.render("▀" * len([*same]), color_system=system) for style, same in cells))
     return "\n".join(lines)
-
-
-def _line(cells: list[tuple[str, str]]) -> str:
-    """Colours are written where they change."""
-    text, before = "", ("", "")
-    for cell in cells:
-        if cell != before:
-            text += f"\x1b[38;{cell[0]};48;{cell[1]}m"
-        text += HALF
-        before = cell
-    return text + RESET
-
-
-def _true(colour: tuple[int, int, int]) -> str:
-    return "2;" + ";".join(map(str, colour))
-
-
-def _cube(colour: tuple[int, int, int]) -> str:
-    red, green, blue = (min(range(6), key=lambda step: abs(STEPS[step] - value)) for value in colour)
-    return f"5;{16 + 36 * red + 6 * green + blue}"

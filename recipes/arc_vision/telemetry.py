@@ -1,13 +1,6 @@
-"""``python -m rayloop.recipes.arc_vision.telemetry RUN...`` reports how a policy used its tools, from the rollouts that runs kept.
-
-Four files of valid JSONL in ``RUN/telemetry``, with the names and fields that Arc Vision planned for its detailed logs; a line for
-each trajectory. ``keep_rollouts`` says how many groups of a step a run keeps.
-
-    reasoning_traces.jsonl     what it wrote before it answered, and how long that was
-    tool_effectiveness.jsonl   whether an answer after a call was any good, by difficulty
-    tool_patterns.jsonl        which tools it asked for
-    contradictions.jsonl       only where what it did and what came of it do not fit together
-"""
+"""``python -m rayloop.recipes.arc_vision.telemetry RUN...`` reports how a policy used its tools, from the rollouts that runs
+kept: JSONL in ``RUN/telemetry`` with the names and fields (``FIELDS``) of Arc Vision's planned logs, a line for each
+trajectory."""
 
 import argparse
 import sys

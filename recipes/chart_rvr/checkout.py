@@ -1,7 +1,5 @@
 """Chart-RVR's own prompts, from a checkout of its repository: it has no licence, so they are not shipped."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import warnings

@@ -1,7 +1,5 @@
 """DeepEyes' environment as its model was trained: the tools, arguments and texts of ``visual_toolbox_v2``."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """The judge on Ray Serve: ``serve run rayloop.serve_apps.judge.app:app``, ``serve deploy serve_apps/judge/configs/judge_cpu.yaml``.
 ``python -m rayloop judge serve CONFIG`` does the same, makes a key, and announces the address to clients (docs/judge.md)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal

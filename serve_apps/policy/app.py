@@ -1,7 +1,5 @@
 """The policy of a live run on Ray Serve, for ``python -m rayloop policy serve`` (docs/policy_endpoint.md)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import FastAPI

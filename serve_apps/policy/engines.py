@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -14,10 +13,9 @@ from ray.exceptions import RayError, RayTaskError
 from rayloop.actors.failures import brief, cause, is_lost, object_lost
 from rayloop.actors.handles import Handle, submit
 from rayloop.actors.images import MissingImages, SentImages
-from rayloop.actors.lease import Engine
+from rayloop.actors.rollout import RolloutActor
 from rayloop.core.deadlines import bounded
 from rayloop.core.failures import DeadlineExceeded
-from rayloop.core.protocols import EngineHealth
 from rayloop.core.threads import in_thread
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 
@@ -31,19 +29,12 @@ HEALTH = 10.0
 """Seconds within which an engine must report its health; one that does not gets no requests, and is asked again."""
 
 
-class RolloutEngine(Engine, Protocol):
-    """The methods of a rollout actor that the endpoint calls."""
-
-    def health(self) -> EngineHealth:
-        """The weights that it serves."""
-
-
 @dataclass
 class FoundEngine:
     """One engine: a ``number`` that is never used again, its handle, its weights, and the number of our requests to it."""
 
     number: int
-    handle: Handle[RolloutEngine]
+    handle: Handle[RolloutActor]
     version: Version | None = None
     asked: int = 0
     silent: bool = False
@@ -107,7 +98,7 @@ class Engines:
         self, engine: FoundEngine, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
     ) -> list[Completion | RayTaskError]:
         def send(sent: TokenPrompt) -> Awaitable[list[Completion | RayTaskError] | MissingImages]:
-            return submit(engine.handle, RolloutEngine.generate_each, sent, seeds, sampling)
+            return submit(engine.handle, RolloutActor.generate_each, sent, seeds, sampling)
 
         return await self._images.exchange(engine.number, prompt, send, lambda _: None)
 
@@ -148,7 +139,7 @@ class Engines:
 
     async def _ask_health(self, engine: FoundEngine) -> None:
         try:
-            asked = submit(engine.handle, RolloutEngine.health)
+            asked = submit(engine.handle, RolloutActor.health)
             engine.version = (await bounded(HEALTH, asked, DeadlineExceeded("no health"))).version
             engine.silent = False
         except (RayError, DeadlineExceeded) as error:

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from benchmarks.makers.action_text import write
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.envs.desktop.environment import DesktopTasks
@@ -28,7 +29,6 @@ from rayloop.envs.desktop.session import Desktop, DesktopLimits, DesktopLost, mi
 from rayloop.envs.desktop.tasks import SHIPPED, task_file
 from rayloop.envs.grammar.actions import Actions, Click, Hotkey, Point
 from rayloop.envs.grammar.screens import Pointing
-from rayloop.envs.grammar.writer import write
 from tests.envs.desktop_solutions import SOLUTIONS, key, typed
 from tests.support.runs import eventually
 

@@ -1,7 +1,5 @@
 """Chats with the policy as tokens, and sampled tokens as chat completions."""
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 import time

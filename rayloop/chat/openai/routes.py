@@ -1,7 +1,5 @@
 """The routes of a policy: OpenAI's chat completions and responses, its models, and traces."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Takes films apart into frames, with PyAV (``pip install "rayloop[video]"``)."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Decodes one batch of sequences with a transformers model: prefills each distinct prompt once, then goes token by token. Shapes: U
 distinct prompts, B sequences, P padded prompt length, R position rows (1 for text models, 4 with M-RoPE)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """Generation with Hugging Face transformers. The event loop chooses batches; a single worker thread decodes one batch at a time. A
 batch that has started takes no further requests, and each of its turns is returned when it ends."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 micro-batches, packing and the order of ranks do not change an update: every token's weight comes from one denominator over all
 ranks, and gradients are sums (docs/algorithm.md, section 6)."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -1,11 +1,6 @@
-"""The index of a trainer's tensors on disk: JSON that names each tensor's type, shape and pieces. No code runs when it is read.
-
-``index.json`` holds, for each tensor, ``dtype``, ``shape`` and ``pieces``. A piece is a rectangle of the tensor (``at``, ``shape``)
-and the bytes that hold it, row by row, little-endian: ``file``, ``offset``, ``bytes``, ``crc32``. Checkpoints of schema 2 have
-``.metadata`` instead, a pickle of torch.distributed.checkpoint; ``read_schema_2`` reads it with stand-ins for every name in it.
-"""
-
-from __future__ import annotations
+"""``index.json``: the type and shape of each of a trainer's tensors, and its pieces. A piece is a rectangle of the tensor
+(``at``, ``shape``) and the bytes that hold it, row by row, little-endian. Schema 2 had a pickle instead, read here without
+running code."""
 
 import json
 import math

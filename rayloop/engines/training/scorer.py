@@ -1,7 +1,5 @@
 """Log-probs of sampled tokens under a Hugging Face model (docs/algorithm.md, section 1); old, current and reference log-probs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Spreads a model over the ranks: process group, FSDP2 units, gathering, and noise on shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar

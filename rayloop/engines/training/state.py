@@ -1,11 +1,7 @@
-"""A trainer's checkpoint: sharded tensors with a JSON index (``index``), and a file of random states per rank. No pickles.
-
-The number of ranks may differ between save and load: torch.distributed.checkpoint plans which rank writes and reads which pieces,
-and this module writes and reads them. Each piece has a CRC-32, which is compared before the piece is used.
-
-A save beside training copies the state to host memory first (``copied``): the ranks continue with the originals while a thread
-writes the copies, and the writing ranks use a process group of their own.
-"""
+"""A trainer's checkpoint: sharded tensors with a JSON index (``index``), and a file of random states per rank. No pickles. The
+number of ranks may differ between save and load: torch.distributed.checkpoint plans which rank writes and reads which pieces, and
+this module writes and reads them. A save beside training has a process group of its own, and writes a copy in host memory
+(``copied``)."""
 
 import io
 import os

@@ -1,7 +1,5 @@
 """One page in a browser context of its own: loaded, acted upon, looked at, each within a deadline. Errors say what failed."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import functools

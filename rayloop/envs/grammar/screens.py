@@ -1,7 +1,5 @@
 """The base of environments with a screen: settings, prompts of rows, a turn's actions, and the first observation."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal

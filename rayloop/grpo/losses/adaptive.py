@@ -1,7 +1,5 @@
 """Coefficients that change from step to step. All ranks compute them from the same metrics, so they agree."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

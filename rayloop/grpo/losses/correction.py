@@ -1,7 +1,5 @@
 """The weight of a token for the gap between the engine that sampled and the trainer (docs/algorithm.md, section 2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Estimators of the KL divergence to the reference, from sampled tokens (joschu.net/blog/kl-approx.html, 2020)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,9 +1,5 @@
-"""The loss per token: policy gradient, KL and supervised streams (docs/algorithm.md, sections 2 and 6).
-
-N is the number of loss tokens of a micro-batch: the sampled tokens of its trajectories, one trajectory after the other.
-"""
-
-from __future__ import annotations
+"""The loss per token: policy gradient, KL and supervised streams (docs/algorithm.md, sections 2 and 6). N is the number of
+sampled tokens of a micro-batch, one trajectory after the other."""
 
 import math
 from dataclasses import dataclass

@@ -1,10 +1,5 @@
-"""The surrogates of the loss, a function for each kind: what a token costs before KL, entropy and aggregation. One's own goes in by
-``policy.loss.use`` (docs/bring_your_own/loss.md).
-
-N is the number of loss tokens of a micro-batch: the sampled tokens of its trajectories, one trajectory after the other.
-"""
-
-from __future__ import annotations
+"""The surrogates of the loss, a function for each kind: what a token costs before KL, entropy and aggregation. N is the number of
+sampled tokens of a micro-batch, one trajectory after the other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

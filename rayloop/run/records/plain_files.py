@@ -1,10 +1,5 @@
-"""Plain values in two files: their structure as JSON, arrays and bytes as safetensors. Reading them runs no code.
-
-    {"turns": [{"token_ids": {"$array": "0"}, ...}], "image_bytes": {"3f2a...": {"$bytes": "7"}}}
-
-A mapping with the one key ``$array`` or ``$bytes`` stands for the tensor of that name beside it; bytes that are equal are
-written once.
-"""
+"""Plain values in two files: their structure as JSON, arrays and bytes as safetensors. Reading them runs no code. A mapping with
+the one key ``$array`` or ``$bytes`` stands for the tensor of that name; equal bytes are written once."""
 
 import json
 from collections.abc import Mapping

@@ -1,8 +1,5 @@
-"""The seven rewards without the original's mistakes (README.md lists each mistake), and as Chart-RVR's paper defines them.
-
-``Corrected`` keeps the published sizes of the components: a perfect table of any size is worth 2.25. ``Paper`` (sections 3.3 to
-3.5, which the code does not implement) is format + length + accuracy + l1 (type + table) + l2 process, without a reward for tags.
-"""
+"""The seven rewards without the original's mistakes (README.md lists each mistake; a perfect table of any size is worth the
+published 2.25), and as sections 3.3 to 3.5 of Chart-RVR's paper define them, which its code does not implement."""
 
 from collections.abc import Sequence
 from fractions import Fraction

@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> RunFolder:
         (events.Trained({}), 12),
         (incidents.WorkerLostEvent("rollout", 1, why="its node\x1b[31m died"), 12),
     ):
-        made.events.append(event, step)
+        made.events.emit(event, step)
     return made
 
 
@@ -66,7 +66,7 @@ def test_status_for_programs_is_one_object(folder: RunFolder, capsys: pytest.Cap
 def test_status_of_a_run_that_nobody_runs_says_how_it_ended(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     main(["status", str(folder.path)])
     assert "nobody runs it, and it recorded no end" in capsys.readouterr().out
-    folder.events.append(events.Failed("Stalled", "nothing moved", {}), 12)
+    folder.events.emit(events.Failed("Stalled", "nothing moved", {}), 12)
     main(["status", str(folder.path)])
     text = capsys.readouterr().out
     assert "ended: failed, nothing moved" in text
@@ -101,7 +101,7 @@ folder = RunFolder.at(sys.argv[1])
 def end(*_):
     if sys.argv[2] == "deaf":
         return
-    folder.events.append(events.PreemptedEvent({}) if sys.argv[2] == "saves" else events.Failed("NotSaved", "full disk", {}), 12)
+    folder.events.emit(events.PreemptedEvent({}) if sys.argv[2] == "saves" else events.Failed("NotSaved", "full disk", {}), 12)
     sys.exit(0)
 with folder.acquired():
     signal.signal(signal.SIGTERM, end)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.makers.action_text import Spelling, write, written
 from rayloop.envs.grammar.actions import (
     Action,
     Actions,
@@ -32,7 +33,6 @@ from rayloop.envs.grammar.actions import (
 from rayloop.envs.grammar.calls import FUNCTIONS, KEYS, NAMED
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import Pointing
-from rayloop.envs.grammar.writer import Spelling, write, written
 
 AT = Point(966, 546)
 SPELLINGS: tuple[Spelling, ...] = ("box", "box_tokens", "point")

@@ -13,7 +13,7 @@ from rayloop.config.explain import keys, walk
 from rayloop.config.yaml_source import dotted
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig, read
-from rayloop.run.lifetime import DURATIONS, check_durations, table, value_of
+from rayloop.run.lifetime import DURATIONS, check_durations, value_of
 from tests.support.runs import ROOT, settings
 
 
@@ -71,6 +71,15 @@ def test_the_table_names_keys_that_exist(tmp_path: Path) -> None:
     known: BaseModel = config(tmp_path)
     assert [each.key for each in DURATIONS if value_of(known, each.key) is None] == []
     assert {each.within for each in DURATIONS} - {""} <= {each.key for each in DURATIONS}
+
+
+def table(config: BaseModel) -> str:
+    """The table of docs/choosing_settings.md, with the values of ``config``."""
+    lines = ["| key | default | seconds for | when they are over | shorter than |", "|---|---|---|---|---|"]
+    for each in DURATIONS:
+        shorter = f"`{each.within}`" if each.within else ""
+        lines.append(f"| `{each.key}` | {value_of(config, each.key):g} | {each.what} | {each.then} | {shorter} |")
+    return "\n".join(lines) + "\n"
 
 
 def test_the_page_has_the_table(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ from rayloop.measure.controls import RIGHT, SAMPLED, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import SHOWN
 from rayloop.run.order import training_rows
-from rayloop.run.records.events import KINDS, PARTS, EventLog, validate
+from rayloop.run.records.events import KINDS, PARTS, EventLog
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter, Updates
+from tests.support.event_records import validate
 from tests.support.runs import settings
 
 ROOT = Path(__file__).parents[3]
@@ -85,11 +86,11 @@ def test_a_record_that_does_not_fit_is_found(record: dict[str, object], problem:
 
 def test_what_is_written_fits_and_reads_back(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    log.append(events.Begin(1, None, 0, {"reward": 0.5, "step": 2}), 0)
-    log.append(events.Evaluated({"val/reward/mean": 0.5}), 3)
-    log.append(events.SelfTest("vision", skipped="no probe has an image"), 3)
-    log.append(incidents.Changed({"steps": (3, None)}), 3)
-    log.append(incidents.PayloadLost(["1/0"]))
+    log.emit(events.Begin(1, None, 0, {"reward": 0.5, "step": 2}), 0)
+    log.emit(events.Evaluated({"val/reward/mean": 0.5}), 3)
+    log.emit(events.SelfTest("vision", skipped="no probe has an image"), 3)
+    log.emit(incidents.Changed({"steps": (3, None)}), 3)
+    log.emit(incidents.PayloadLost(["1/0"]))
     log.close()
     records = list(log)
     assert validate(records) == ()

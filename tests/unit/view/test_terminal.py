@@ -30,8 +30,8 @@ def test_a_picture_is_shown_only_where_there_are_colours(environment: dict[str, 
 def test_a_character_shows_two_pixels() -> None:
     picture = Image.new("RGB", (2, 2), "red")
     picture.putpixel((1, 1), (0, 0, 255))
-    assert blocks(picture, 80) == "\x1b[38;2;255;0;0;48;2;255;0;0m▀\x1b[38;2;255;0;0;48;2;0;0;255m▀\x1b[0m"
-    assert blocks(picture, 80, "256") == "\x1b[38;5;196;48;5;196m▀\x1b[38;5;196;48;5;21m▀\x1b[0m"
+    assert blocks(picture, 80) == "\x1b[38;2;255;0;0;48;2;255;0;0m▀\x1b[0m\x1b[38;2;255;0;0;48;2;0;0;255m▀\x1b[0m"
+    assert blocks(picture, 80, "256") == "\x1b[38;5;196;48;5;196m▀\x1b[0m\x1b[38;5;196;48;5;21m▀\x1b[0m"
 
 
 @pytest.mark.parametrize(("size", "columns", "shown"), [((160, 210), 80, (80, 52)), ((20, 10), 80, (20, 5)), ((900, 1), 9, (9, 1))])

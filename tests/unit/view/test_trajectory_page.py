@@ -53,13 +53,13 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
     """A run of three steps with five groups, restored once: what the first lineage did after step 1 is superseded."""
     with RunFolder(tmp_path, "run").acquired() as run:
         run.write_config(CONFIG)
-        run.events.append(events.Start("0123abcd", {"torch": "2.13"}))
-        run.events.append(events.Begin(1, None, 0, None), 0)
+        run.events.emit(events.Start("0123abcd", {"torch": "2.13"}))
+        run.events.emit(events.Begin(1, None, 0, None), 0)
         for step, reward in ((0, 0.1), (2, 0.9)):
             bounds = {"val/reward/low": reward - 0.1, "val/reward/high": reward + 0.1}
-            run.events.append(events.Evaluated({"val/reward/mean": reward, **bounds, "val_sampled/reward/mean": 0.05}), step)
-        run.events.append(events.Begin(2, "step_000001", 0, None), 1)
-        run.events.append(incidents.WorkerLostEvent("rollout", 1, NASTY), 1)
+            run.events.emit(events.Evaluated({"val/reward/mean": reward, **bounds, "val_sampled/reward/mean": 0.05}), step)
+        run.events.emit(events.Begin(2, "step_000001", 0, None), 1)
+        run.events.emit(incidents.WorkerLostEvent("rollout", 1, NASTY), 1)
         for step in (1, 2, 3):
             record = {
                 "step": step, "reward/mean": 0.2 * step, "actor/loss": None if step == 2 else 0.1, "actor/kl": 0.01 * step,
@@ -73,13 +73,13 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         run.rollouts.write(1, first, {"aa" * 32: picture(60, 40)})
         run.rollouts.write(2, wrong + rest, {})
         ending = {"val/reward/mean": 0.6, "val/reward/low": 0.5, "val/reward/high": 0.7, "val/pages/reward/mean": 0.6}
-        run.events.append(events.Evaluated({**ending, "val_sampled/reward/mean": 0.45}), 3)
+        run.events.emit(events.Evaluated({**ending, "val_sampled/reward/mean": 0.45}), 3)
         arms = {"right": {"reward": [0.6, 0.5, 0.7]}, "blind": {"reward": [0.2, 0.1, 0.3]}}
         gain = {"blind": {"reward": [0.4, 0.3, 0.5]}}
-        run.events.append(events.Controls(5, arms, {}, gain, looks=True, unscored=0), 3)
+        run.events.emit(events.Controls(5, arms, {}, gain, looks=True, unscored=0), 3)
         pair = {"tasks": 12, "before": 0.05, "after": 0.45, "gain": [0.4, 0.3, 0.5]}
-        run.events.append(events.Gain(0, {"sampled": pair}), 3)
-        run.events.append(events.FinishedEvent({"issued": 10, "trained": 8, "filtered[all_wrong]": 2}), 3)
+        run.events.emit(events.Gain(0, {"sampled": pair}), 3)
+        run.events.emit(events.FinishedEvent({"issued": 10, "trained": 8, "filtered[all_wrong]": 2}), 3)
         yield run
 
 
@@ -192,7 +192,7 @@ def test_what_a_restore_superseded_is_left_out(folder: RunFolder) -> None:
 
 
 def test_a_run_that_goes_on_after_its_end_shows_its_newest_ledger(folder: RunFolder) -> None:
-    folder.events.append(events.Begin(3, "step_000003", 0, None), 3)
+    folder.events.emit(events.Begin(3, "step_000003", 0, None), 3)
     folder.metrics.append({"step": 4, "ledger/issued": 14.0, "ledger/trained": 12.0})
     data = content(folder, groups=0)
     assert data["ledger"] == {"issued": 14, "trained": 12}

@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def reported(folder: RunFolder, *happened: tuple[Event, int | None], replacements: int = 4) -> Vitals:
     for event, step in happened:
-        folder.events.append(event, step)
+        folder.events.emit(event, step)
     settings = {"recovery": {"replacements": replacements}, "checkpoint": {"every": 5}}
     vitals = Vitals(folder, settings)
     vitals.update()
@@ -88,10 +88,10 @@ def test_a_lost_driver_takes_all_actors_along(folder: RunFolder) -> None:
 def test_checkpoints_and_progress_have_an_age(folder: RunFolder) -> None:
     vitals = reported(folder, *begun())
     assert "recovery/checkpoint_age" not in vitals.metrics()
-    folder.events.append(events.Trained({}), 7)
-    folder.events.append(events.CheckpointEvent("step_000007", 0.1), 7)
-    folder.events.append(events.Trained({}), 9)
-    folder.events.append(incidents.WarningEvent(why="odd"), 9)
+    folder.events.emit(events.Trained({}), 7)
+    folder.events.emit(events.CheckpointEvent("step_000007", 0.1), 7)
+    folder.events.emit(events.Trained({}), 9)
+    folder.events.emit(incidents.WarningEvent(why="odd"), 9)
     vitals.update()
     found = vitals.metrics(time.time() + 60)
     assert (vitals.step, found["recovery/steps_since_checkpoint"], found["recovery/checkpoint_every"]) == (9, 2, 5)
@@ -122,7 +122,7 @@ def test_the_lock_tells_when_its_holder_last_gave_a_sign(folder: RunFolder) -> N
 
 
 def test_every_figure_is_in_the_table_of_metrics(folder: RunFolder) -> None:
-    folder.events.append(events.CheckpointEvent("step_000001", 0.1), 1)
+    folder.events.emit(events.CheckpointEvent("step_000001", 0.1), 1)
     with folder.acquired():
         found = reported(folder, *begun(), (events.CheckpointEvent("step_000001", 0.1), 1)).metrics()
     assert validate(found) == ()
@@ -132,7 +132,7 @@ def test_every_figure_is_in_the_table_of_metrics(folder: RunFolder) -> None:
 def test_what_is_appended_is_read_once_and_a_torn_line_later(folder: RunFolder) -> None:
     vitals = reported(folder, *begun())
     whole = (folder.path / "events.jsonl").read_bytes()
-    folder.events.append(incidents.WorkerLostEvent("rollout", 1, why="x"), 0)
+    folder.events.emit(incidents.WorkerLostEvent("rollout", 1, why="x"), 0)
     folder.events.close()
     line = (folder.path / "events.jsonl").read_bytes()[len(whole) :]
     (folder.path / "events.jsonl").write_bytes(whole + line[:20])
