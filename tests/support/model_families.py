@@ -33,6 +33,8 @@ VISION: dict[str, Any] = {
 }  # fmt: skip
 DEEP = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
 MROPE = {"rope_type": "default", "rope_theta": 10.0, "mrope_section": [4, 6, 6]}
+NARROW = {"head_dim": 16, "rope_parameters": {**MROPE, "mrope_section": [2, 3, 3]}}
+"""The attention of Qwen2-VL reads no ``head_dim``: its heads are the hidden size shared among them."""
 LINEAR = {
     "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -73,10 +75,10 @@ OF_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**LINEAR, **SHARED, "rope_parameters": ALL_ROTARY},
 }
 OF_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": ({"rope_parameters": MROPE}, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
-    "qwen2_5_vl": ({"rope_parameters": MROPE}, {"window_size": 56, "fullatt_block_indexes": [1]}),
+    "qwen2_vl": (NARROW, {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}),
+    "qwen2_5_vl": (NARROW, {"window_size": 56, "fullatt_block_indexes": [1]}),
     "qwen3_vl": ({"rope_parameters": MROPE}, DEEP),
-    "qwen3_vl_moe": ({"rope_parameters": MROPE, **EXPERTS}, DEEP),
+    "qwen3_vl_moe": ({"rope_parameters": MROPE, **EXPERTS, "moe_intermediate_size": 24}, DEEP),
     "glm4v": (GLM, {"image_size": 56}),
     "glm46v": (GLM, {"image_size": 56}),
     "internvl": (
@@ -93,7 +95,8 @@ OF_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": ({"rope_parameters": ALL_ROTARY, **LINEAR}, NO_DEPTH),
     "qwen3_5_moe": ({"rope_parameters": ALL_ROTARY, **LINEAR, **SHARED}, NO_DEPTH),
 }
-"""What a family adds to the language model and to the vision tower."""
+"""What a family adds to the language model and to the vision tower. Transformers reads from the shape whether experts are
+transposed, so those of qwen3_vl_moe must not be square."""
 GLM_IMAGE = ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>")
 WRITTEN: dict[str, tuple[str, tuple[str, str, str], Any]] = {
     "glm4v": (GLM_TEMPLATE, GLM_IMAGE, Glm4vImageProcessorPil()),

@@ -21,7 +21,8 @@ import psutil
 import yaml
 
 from rayloop.recipes.digits.data import rows
-from rayloop.run.records import events, metrics
+from rayloop.run.records import metrics
+from tests.support import event_records
 
 ROOT = Path(__file__).parents[2]
 TAG = "RAYLOOP_TEST_RUN"
@@ -105,7 +106,7 @@ class Run:
     def events(self) -> list[dict[str, Any]]:
         """Raises AssertionError when one of them is not as the table of events says (docs/events.md)."""
         found = self.records("events")
-        assert events.validate(found) == ()
+        assert event_records.validate(found) == ()
         return found
 
     @property

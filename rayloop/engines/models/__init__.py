@@ -75,7 +75,7 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
 
 def _without_dropout(config: PreTrainedConfig) -> None:
     """An engine samples without dropout, and an update computes what it sampled from."""
-    for part in filter(None, (config, *(getattr(config, name) for name in config.sub_configs))):
+    for part in (config, *(part for part in vars(config).values() if isinstance(part, PreTrainedConfig))):
         for name in [name for name in vars(part) if "dropout" in name or name.endswith("pdrop")]:
             setattr(part, name, 0.0)
 
@@ -92,7 +92,7 @@ def _patches_by_matmul(model: PreTrainedModel) -> None:
 
 
 def _attention(settings: ModelSettings, config: PreTrainedConfig, dtype: torch.dtype) -> str:
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    capped = config.get_text_config().to_dict().get("attn_logit_softcapping") is not None
     if capped and settings.attention == "sdpa":
         raise ConfigError(
             f"model.attention: {config.model_type} caps the scores of its attention, which SDPA leaves out. Use eager or auto"

@@ -93,7 +93,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "stat_loggers", lambda *_: [])
     monkeypatch.setattr(module, "_parameters", lambda *_: None)
     monkeypatch.setattr(module, "RETRIES", (0.0,) * len(RETRIES))
-    config = SimpleNamespace(sub_configs={}, get_text_config=lambda: SimpleNamespace(vocab_size=320))
+    config = SimpleNamespace(model_type="qwen2", sub_configs={}, get_text_config=lambda: SimpleNamespace(vocab_size=320))
     monkeypatch.setattr(module.AutoConfig, "from_pretrained", lambda *_, **__: config)
 
 
@@ -277,7 +277,7 @@ def test_images_are_prepared_beside_the_event_loop_and_not_under_an_old_version(
         return "pixels"
 
     monkeypatch.setattr(VllmEngine, "_image", prepare_slowly)
-    monkeypatch.setattr(module, "collapsed", lambda prompt, token: list(prompt.token_ids))
+    monkeypatch.setattr(module, "collapsed", lambda prompt, token, **_: list(prompt.token_ids))
     picture = PromptImage(ImageRef("a" * 64, 28, 28, (1, 2, 2), 1))
 
     async def test(engine: VllmEngine, llm: Llm) -> None:
@@ -336,7 +336,8 @@ class Quantised(VllmWorker):
 
 
 def test_scales_of_quantised_weights_are_not_missed_and_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_worker, "_refresh_tied_head", lambda model: None)
+    for repacks in ("_refresh_tied_head", "_repack_experts"):
+        monkeypatch.setattr(vllm_worker, repacks, lambda model: None)
     whole = {"weight": torch.ones(2)}
     with pytest.raises(WeightSyncError, match="scale is missing"):
         Quantised(None)._load(manifest(OLD, whole), whole)
