@@ -43,14 +43,14 @@ def score(text: str, task: Task) -> tuple[float, float, tuple[str, ...]]:
 
 def test_rows_are_different_questions_behind_solved_ones(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path), "--train", "20", "--eval", "10"]) == 0
-    train, held_out = (Dataset(tmp_path / f"{name}.jsonl", reader(2), True, pytest.fail) for name in ("train", "eval"))
+    train, held_out = (Dataset(tmp_path / f"{name}.jsonl", reader(1), True, pytest.fail) for name in ("train", "eval"))
     assert (len(train), len(held_out)) == (40, 20)
-    assert {task.source for task in held_out} == {"gcd", "products"}
-    asked = [message.parts for task in [*train, *held_out] for message in task.messages[4:]]
-    shown = {message.parts for task in held_out for message in task.messages[:4:2]}
+    assert {task.source for task in held_out} == {"word_sorting", "spell_backward"}
+    asked = [message.parts for task in [*train, *held_out] for message in task.messages[2:]]
+    shown = {message.parts for task in held_out for message in task.messages[:2:2]}
     assert len(set(asked)) == len(asked) == 60
     assert not shown & set(asked)
-    assert [message.role for message in held_out[0].messages] == ["user", "assistant"] * 2 + ["user"]
+    assert [message.role for message in held_out[0].messages] == ["user", "assistant", "user"]
 
 
 def test_a_row_that_is_one_of_the_solved_questions_is_bad_data() -> None:
