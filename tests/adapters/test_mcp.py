@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,13 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def servers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if "mcp_server.py" in " ".join(child.cmdline())]
+    """The living ones. A child that an earlier test left as a zombie has no command line."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "mcp_server.py" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 def mcp(**changes: Any) -> McpTools:
