@@ -120,10 +120,11 @@ def test_five_episodes_are_played(factor: int) -> None:
 def test_a_step_is_trained_with_a_server_that_all_episodes_share(digits_model: Path, train: Train) -> None:
     with served(sys.executable, PROGRAM) as port:
         rows = [{"prompt": f"Sort: {n} 1 2"} for n in range(4)]
-        train(
+        made = train(
             digits_model,
             rows,
             data__reader={"use": "rayloop.data.dataset:ChatRows"},
             reward={"source": {"use": "tests.support.rewards:TokenReward"}},
             environment={"episode": {"environment": kind(url=f"http://127.0.0.1:{port}/mcp"), "max_turns": 2}},
         )
+    assert made.named("finished")[0]["ledger"].get("excluded", 0) == 0, "no episode lost the server"
