@@ -1,7 +1,5 @@
 """The base of all actors: its debug methods, and how it treats child processes and GPUs."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal
@@ -9,7 +7,7 @@ import socket
 import sys
 import threading
 import traceback
-from typing import Any
+from typing import Any, Self
 
 import ray
 
@@ -27,21 +25,16 @@ def dump() -> str:
     return "\n\n".join(parts)
 
 
-def hide_gpus() -> None:
-    """Hide the machine's GPUs from an actor without one, which would take memory that vLLM counts as free."""
-    if ray.is_initialized() and not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 class Actor:
     """Base of all actors."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Actor:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Let the process see the exit codes of its children, and hide GPUs that are not its own."""
         # A subreaper (rayloop/launch/ray_variables.py) ignores SIGCHLD, so every child would seem to end with code 0. Through libc,
         # since Ray may create an actor outside of the main thread, where Python refuses.
         ctypes.CDLL(None).signal(signal.SIGCHLD, ctypes.c_void_p(None))
-        hide_gpus()
+        if ray.is_initialized() and not ray.get_runtime_context().get_accelerator_ids().get("GPU"):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # else it takes memory that vLLM counts as free
         return super().__new__(cls)
 
     @ray.method(concurrency_group="debug")

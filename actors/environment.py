@@ -44,13 +44,9 @@ class EnvironmentActor(Actor):
     """Plays on the engine of a lease, and gets another lease from the driver when that engine is lost."""
 
     def __init__(
-        self,
-        model: ModelSettings,
-        episode: EpisodeSettings,
-        kinds: Mapping[str, EnvironmentKind] | None = None,
-        timeout: float = 3600.0,
-        at_once: int | None = None,
-    ) -> None:
+        self, model: ModelSettings, episode: EpisodeSettings, kinds: Mapping[str, EnvironmentKind] | None = None,
+        timeout: float = 3600.0, at_once: int | None = None,
+    ) -> None:  # fmt: skip
         """``timeout``: seconds for a whole episode; ``at_once``: how many are played, None for all (``environment.*``)."""
         self._settings = episode
         self._renderer = Renderer(model)
@@ -114,8 +110,7 @@ class EnvironmentActor(Actor):
 def _own(request: RolloutRequest) -> RolloutRequest:
     """The request with a copy of its task's values, so that episodes do not share them. Messages cannot be changed."""
     task = request.task
-    own = replace(task, ground_truth=copy.deepcopy(task.ground_truth), extra=copy.deepcopy(task.extra))
-    return replace(request, task=own)
+    return replace(request, task=replace(task, ground_truth=copy.deepcopy(task.ground_truth), extra=copy.deepcopy(task.extra)))
 
 
 def classify(raised: BaseException) -> Failure:
@@ -125,8 +120,7 @@ def classify(raised: BaseException) -> Failure:
             scope = Scope.EPISODE if error is raised else Scope.ENGINE
             return Failure(Cause.BAD_DATA, scope, retryable=True, why=error.reason, path=error.path)
         case OverLongPrompt():
-            why = f"{error} (environment.episode.max_prompt_tokens)"
-            return Failure(Cause.OVER_LONG, Scope.ENGINE, retryable=False, why=why)
+            return Failure(Cause.OVER_LONG, Scope.ENGINE, retryable=False, why=f"{error} (environment.episode.max_prompt_tokens)")
         case EnvironmentHung():
             scope = Scope.EPISODE if error.contained else Scope.PROCESS
             return Failure(Cause.HUNG, scope, retryable=True, why=str(error))

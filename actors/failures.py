@@ -3,13 +3,16 @@
 import traceback
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import TypeVar
 
 import ray
+import yaml
 from ray import exceptions
 
-from rayloop.core.failures import MachineFailed, PolicyLost, RayloopError, Unforeseen, WorkerLost, WorkerSpent, WorkerStartFailed
+from rayloop.core.failures import MachineFailed, RayloopError, Unforeseen, WorkerSpent, WorkerStartFailed
 from rayloop.core.types import Ref
 
 T = TypeVar("T")
@@ -29,55 +32,9 @@ class FailureAction(StrEnum):
 
 
 REPLACE, REBUILD, EXCLUDE, END = FailureAction
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 ACTIONS: Mapping[type[BaseException], tuple[FailureAction, str]] = MappingProxyType(
-    {
-        exceptions.RayActorError: (REPLACE, "the actor is gone"),
-        exceptions.ActorDiedError: (REPLACE, "its process died, was killed, or its node went"),
-        exceptions.ActorUnavailableError: (REPLACE, "it cannot be reached: a lost message, a broken network, a dying node"),
-        exceptions.AsyncioActorExit: (REPLACE, "it left by itself"),
-        exceptions.OutOfMemoryError: (REPLACE, "Ray's memory monitor ended it"),
-        exceptions.WorkerCrashedError: (REPLACE, "its process ended in the middle of the call"),
-        exceptions.NodeDiedError: (REPLACE, "its node is gone"),
-        exceptions.OutOfDiskError: (REPLACE, "the disk below the object store of its node is full"),
-        exceptions.ObjectStoreFullError: (REPLACE, "the object store of its node is full"),
-        exceptions.ActorUnschedulableError: (REPLACE, "it could not be placed; another attempt may be"),
-        exceptions.RuntimeEnvSetupError: (REPLACE, "its node could not prepare the environment"),
-        exceptions.RaySystemError: (REPLACE, "something in Ray broke on the way"),
-        exceptions.RpcError: (REPLACE, "a message was lost"),
-        exceptions.TaskCancelledError: (REPLACE, "the end of another call took it along; what it did is not known"),
-        exceptions.GetTimeoutError: (REPLACE, "no answer in time"),
-        TimeoutError: (REPLACE, "no answer in time"),
-        MemoryError: (REPLACE, "its process has no memory left"),
-        WorkerLost: (REPLACE, "no answer in time, or it says that it is of no use any more"),
-        PolicyLost: (REBUILD, "a rank died, hung or could not be reached"),
-        exceptions.ObjectLostError: (EXCLUDE, "no copy of the object is left"),
-        exceptions.ObjectFetchTimedOutError: (EXCLUDE, "no copy could be fetched in time"),
-        exceptions.ObjectReconstructionFailedError: (EXCLUDE, "no copy is left, and what made it does not run twice"),
-        exceptions.ObjectFreedError: (EXCLUDE, "it was freed"),
-        exceptions.OwnerDiedError: (EXCLUDE, "its owner died"),
-        exceptions.ReferenceCountingAssertionError: (EXCLUDE, "Ray has let it go already"),
-        exceptions.PlasmaObjectNotAvailable: (EXCLUDE, "it is not in the object store"),
-        exceptions.LocalRayletDiedError: (END, "the driver's own node is going"),
-        exceptions.ActorPlacementGroupRemoved: (END, "the run's reservation is gone"),
-        exceptions.TaskPlacementGroupRemoved: (END, "the run's reservation is gone"),
-        exceptions.AuthenticationError: (END, "the cluster has another token"),
-        exceptions.RayTaskError: (END, "without a cause below it; with one, the cause counts"),
-        exceptions.RayError: (END, "of no kind that is known"),
-        exceptions.UserCodeException: (END, "code raised"),
-        exceptions.UnserializableException: (END, "what was raised cannot be read here"),
-        exceptions.OufOfBandObjectRefSerializationException: (END, "a reference where none may be"),
-        exceptions.CrossLanguageError: (END, "not used here"),
-        exceptions.TaskUnschedulableError: (END, "not used here: no tasks outside of actors"),
-        exceptions.PendingCallsLimitExceeded: (END, "not used here: calls are not limited"),
-        exceptions.ActorAlreadyExistsError: (END, "two actors of one name"),
-        exceptions.ActorHandleNotFoundError: (END, "a handle of a cluster that was left"),
-        exceptions.ObjectRefStreamEndOfStreamError: (END, "not used here: no streams"),
-        exceptions.StreamingGeneratorReplayInconsistentError: (END, "not used here: no streams"),
-        exceptions.RayChannelError: (END, "not used here: no compiled graphs"),
-        exceptions.RayChannelTimeoutError: (END, "not used here: no compiled graphs"),
-        exceptions.RayCgraphCapacityExceeded: (END, "not used here: no compiled graphs"),
-        exceptions.RayDirectTransportError: (END, "not used here: no direct transport"),
-    }
+    {resolve_name(name): (FailureAction[action.upper()], why) for name, (action, why) in _TABLE.items()}
 )
 """By class, with the reason. Another class has the action of its nearest base, or END."""
 DEVICE = ("AcceleratorError", "CUDA error")

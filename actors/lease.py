@@ -108,8 +108,7 @@ class _Asked:
     @property
     def request(self) -> Any:
         """The key of those that share a request. Images are compared by hash."""
-        images = tuple(image.ref for image in self.prompt.images)
-        return self.prompt.token_ids, images, self.prompt.cohort, self.sampling
+        return self.prompt.token_ids, tuple(image.ref for image in self.prompt.images), self.prompt.cohort, self.sampling
 
 
 async def _answer(asked: Sequence[_Asked], images: SentImages) -> None:
@@ -139,14 +138,9 @@ class LeasedEngine:
     first attempt is decoded as one batch in deterministic mode (``request.cohort``), but not after a loss."""
 
     def __init__(
-        self,
-        request: RolloutRequest,
-        lease: Lease[Engine],
-        driver: Handle[LeasesEngines],
-        timeout: float,
-        images: SentImages,
+        self, request: RolloutRequest, lease: Lease[Engine], driver: Handle[LeasesEngines], timeout: float, images: SentImages,
         first: FirstTurn | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.sent = ImagesSent()
         self._lease, self._driver, self._timeout = lease, driver, timeout
         self._images, self._first = images, first
@@ -157,6 +151,10 @@ class LeasedEngine:
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn, on another engine when one is lost. Raises what the engine and ``driver.lease_engine`` raise."""
+        began, completion = time.time(), await self._generate(prompt, sampling)
+        return replace(completion, times=(began, time.time()))
+
+    async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         while True:
             sent = replace(prompt, cohort=self._cohort)
             first, self._first = self._first, None

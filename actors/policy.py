@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +19,15 @@ from rayloop.core.model_files import resolve
 from rayloop.core.protocols import Manifest, TrainItem
 from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
 from rayloop.engines.machine import grow_segments
-from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT
 from rayloop.grpo.balance import MemberLength, shares
 from rayloop.grpo.losses.settings import LossSettings
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.settings import UpdateSettings
 from rayloop.grpo.staleness import lag
 from rayloop.transports.seam import Sender
-from rayloop.transports.settings import CudaIpcTransport, TransportSettings
+from rayloop.transports.settings import TransportSettings
 
 Address = tuple[str, int]
 
@@ -70,10 +72,11 @@ class LogprobGap:
 
 def assignments(
     groups: Sequence[Group], ranks: int, update: UpdateSettings, seed: int, version: Version, nominal: int, *,
-    treat_as_on_policy: bool,
+    treat_as_on_policy: bool, together: int = 1,
 ) -> list[list[list[Assignment]]]:  # fmt: skip
     """The kept members of the groups that each rank trains on, for each update of a step. Mini-batches are cut at group boundaries
-    and shuffled by seed and step; whole groups are spread over the ranks (``shares``). ``nominal``: trajectories of a full step."""
+    and shuffled by seed and step; whole groups are spread over the ranks (``shares``). ``nominal``: trajectories of a full step.
+    ``together``: ranks in a row that have one share, and split its rows."""
 
     def assignment(member: Member, group_tokens: int) -> Assignment:
         assert member.credit is not None
@@ -90,14 +93,16 @@ def assignments(
         kept = [groups[index].kept for index in batch]
         lengths = [[MemberLength.of(member.summary) for member in members] for members in kept]
         tokens = [sum(member.summary.sampled_tokens for member in members) for members in kept]
-        for rank, share in enumerate(shares(lengths, ranks)):
-            plan[rank].append([assignment(kept[group][member], tokens[group]) for group, member in share])
+        for number, share in enumerate(shares(lengths, ranks // together)):
+            for rank in range(number * together, (number + 1) * together):
+                plan[rank].append([assignment(kept[group][member], tokens[group]) for group, member in share])
     return plan
 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """The settings of all ranks. ``folder``: for weight updates; ``adapter_reference``: the adapter disabled is the reference."""
+    """The settings of all ranks. ``folder``: for weight updates; ``adapter_reference``: the adapter disabled is the reference;
+    ``adapters_alone``: the engines keep the model of ``model.path`` and get its adapters."""
 
     model: ModelSettings
     engine: FsdpSettings
@@ -107,10 +112,16 @@ class RankSettings:
     folder: str
     seed: int
     adapter_reference: bool = False
+    adapters_alone: bool = False
 
 
 class PolicyRank(Actor):
     """Methods are collective: the driver calls each on all ranks, with the same arguments except for the share."""
+
+    _alone = False
+    """Whether a weight sync sends adapters alone."""
+    _sent: Version | None = None
+    """What was sent to a meeting last, until its copy is exported."""
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self.settings, self.rank, self.world_size = settings, rank, world_size
@@ -122,7 +133,7 @@ class PolicyRank(Actor):
         """Open the rendezvous of the ranks on a free port. None on all but the first rank. Raises WorkerStartFailed."""
         if self.rank:
             return None
-        self._before_torch()
+        grow_segments()
         from rayloop.engines.training.sharding import meeting_place
 
         host = ray.util.get_node_ip_address()
@@ -131,7 +142,7 @@ class PolicyRank(Actor):
 
     def join(self, meeting: Address | str) -> None:
         """Build the engine; returns when all ranks have met, at ``meeting`` or a shared file://. Raises WorkerStartFailed."""
-        self._before_torch()
+        grow_segments()
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.engines.training.sharding import meeting_place
         from rayloop.transports.seam import transport
@@ -141,12 +152,17 @@ class PolicyRank(Actor):
         self.engine = FsdpEngine(
             s.model, s.engine, s.optimizer, s.loss, rank=self.rank, world_size=self.world_size, init_method=where, seed=s.seed
         )
+        self._alone = s.adapters_alone and self.engine.family.adapters
         if self.rank == 0:
             self.sender = transport(s.transport, s.folder).sender(ray.util.get_node_ip_address())
 
-    def _before_torch(self) -> None:
-        if not isinstance(self.settings.transport, CudaIpcTransport):  # whose receivers cannot always open such memory
-            grow_segments()
+    def sleep(self) -> None:
+        """Leave the GPU to the engines."""
+        self.engine.move("cpu")
+
+    def wake(self) -> None:
+        """Take the GPU back."""
+        self.engine.move()
 
     def fetch(self, updates: Sequence[Sequence[Assignment]]) -> list[TrajectoryId]:
         """Fetch this rank's share of the next step. Returns the trajectories of which data is lost, to assign the rest again."""
@@ -156,8 +172,9 @@ class PolicyRank(Actor):
         self._fetched = (updates, found, time.perf_counter() - began)
         return [a.id for a in assigned if a.payload in gone or a.reference in gone]
 
-    def train(self) -> dict[str, float]:
-        """Run the optimizer updates of the step whose share was fetched last. Returns metrics reduced over all ranks."""
+    def train(self) -> tuple[dict[str, float], Mapping[TrajectoryId, Any]]:
+        """Run the optimizer updates of the step whose share was fetched last. Returns metrics reduced over all ranks, and
+        ``rayloop.grpo.batch.TurnGaps`` of this rank's trajectories."""
         (updates, found, seconds), self._fetched = self._fetched, ((), {}, 0.0)
         references = found
         if self.settings.adapter_reference:
@@ -173,7 +190,7 @@ class PolicyRank(Actor):
             )
 
         report = self.engine.train([[item(a) for a in update] for update in updates])
-        return {**report, "timing_s/fetch": seconds}
+        return {**report, "timing_s/fetch": seconds}, self.engine.gaps
 
     def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> list[dict[str, float]]:
         """Behaviour log-probs against the trainer's: one row of sums per trajectory that is not lost (``LogprobGap``)."""
@@ -195,13 +212,24 @@ class PolicyRank(Actor):
             )  # fmt: skip
         return rows
 
-    def export(self, version: Version) -> tuple[Manifest | None, Any]:
-        """Gather the weights; rank 0 returns the manifest and what the transport's sender made, the others (None, None)."""
-        tensors = self.engine.export(version)
+    def send(self, version: Version, meeting: Any) -> None:
+        """Gather the weights; rank 0's sender sends them to ``meeting`` meanwhile, and keeps a copy for ``export``. Raises
+        BroadcastFailed."""
+        self._sent, weights = version, self.engine.stream(version, adapters=self._alone)
         if self.sender is None:
-            return None, None
-        update = self.sender.pack(version, tensors)
-        return update.manifest, update.source
+            deque(weights, maxlen=0)
+        else:
+            self.sender.send(version, weights, meeting)
+
+    def export(self, version: Version) -> tuple[Manifest | None, Any]:
+        """Gather the weights, unless they were sent; rank 0 returns the manifest and what the transport's sender made, the others
+        (None, None)."""
+        if version == self._sent:
+            self._sent, update = None, self.sender and self.sender.sent()
+        else:
+            tensors = self.engine.export(version, adapters=self._alone)
+            update = self.sender and self.sender.pack(version, tensors)
+        return (update.manifest, update.source) if update else (None, None)
 
     def write_model(self, folder: str, version: Version) -> None:
         """Gather the weights; rank 0 writes them as a model folder, which appears when it is whole."""
@@ -218,8 +246,8 @@ class PolicyRank(Actor):
         return getattr(self.sender, method)(*args, **kwargs)
 
     def parameter_groups(self) -> list[str]:
-        """The names that ``perturb`` takes."""
-        return self.engine.parameter_groups()
+        """The names that ``perturb`` takes, of what a weight sync sends."""
+        return [ADAPTERS] if self._alone else self.engine.parameter_groups()
 
     def perturb(self, group: str) -> None:
         """Visibly change one parameter group (weight update self-test); ``restore_parameters`` undoes it bit-exactly."""
@@ -235,6 +263,12 @@ class PolicyRank(Actor):
             return self.host()
         (Path(probe) / f"rank-{self.rank}").touch()
         return None
+
+    def profile(self, path: str | None) -> None:
+        """Begin a profile of torch, or end it and write it to ``path``."""
+        from rayloop.engines.profiling import profile
+
+        profile(path)
 
     def save(self, folder: str) -> Mapping[str, Checksum]:
         """Write this rank's trainer state into a shared folder. Returns name -> checksum of its files."""

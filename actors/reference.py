@@ -28,6 +28,12 @@ class ReferenceActor(Actor):
         self._worker = ThreadPoolExecutor(1, "score")
         self._worker.submit(self._hold, None).result()
 
+    async def profile(self, path: str | None) -> None:
+        """As ``PolicyRank.profile``."""
+        from rayloop.engines.profiling import profile
+
+        await asyncio.to_thread(profile, path)
+
     def health(self) -> None:
         """That it answers is all that is asked."""
 

@@ -88,8 +88,7 @@ class RewardActor(Actor):
         if not getattr(self._source, "transcript", False):
             return None
         _prompt, *turns = trajectory.turns
-        tokens = [token for turn in turns for token in turn.token_ids]
-        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return self._tokenizer.decode([token for turn in turns for token in turn.token_ids], skip_special_tokens=False)
 
     async def _attempts(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[Outcome]:
         errors: list[Exception] = []
@@ -129,8 +128,7 @@ class RewardActor(Actor):
         task, source = copy.deepcopy(task), self._source
         if len(trajectories) == 1 and hasattr(source, "score"):
             return [as_outcome(await self._answer(source.score, trajectories[0], task, contexts[0]))]
-        answer = await self._answer(source.score_group, list(trajectories), task, list(contexts))
-        return as_outcomes(answer, len(trajectories))
+        return as_outcomes(await self._answer(source.score_group, list(trajectories), task, list(contexts)), len(trajectories))
 
     async def _answer(self, method: Callable[..., Any], *args: Any) -> Any:
         """The result of a plain or coroutine method. Raises DeadlineExceeded, and what the method raises."""

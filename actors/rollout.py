@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import tempfile
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayTaskError
@@ -13,7 +13,7 @@ from rayloop.actors.base import Actor
 from rayloop.actors.failures import as_value
 from rayloop.actors.images import ImageCache, MissingImages
 from rayloop.config.model import Dtype
-from rayloop.core.protocols import EngineHealth, GenerationEngine, Manifest
+from rayloop.core.protocols import EngineHealth, GenerationEngine, Level, Manifest, ProfiledEngine, SleepingEngine
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.settings import EngineChoice, EnginePlace, ModelSettings, build_engine
 from rayloop.transports.plain import Arrays, ArraySender
@@ -24,8 +24,7 @@ from rayloop.transports.settings import TransportSettings
 
 def scratch() -> str:
     """A new folder within Ray's own, which Ray removes: an actor that is killed cannot."""
-    folder = ray.get_runtime_context().get_temp_dir() if ray.is_initialized() else None
-    return tempfile.mkdtemp(prefix="rollout-", dir=folder)
+    return tempfile.mkdtemp(prefix="rollout-", dir=ray.get_runtime_context().get_temp_dir() if ray.is_initialized() else None)
 
 
 def start_weights(model: ModelSettings, dtype: Dtype) -> WeightUpdate[Arrays]:
@@ -44,6 +43,7 @@ class RolloutActor(Actor):
         self.engine: GenerationEngine = build_engine(model, settings, EnginePlace(folder, scratch, name))
         self.images = ImageCache()
         self.receiver = choose(transport, folder).receiver()
+        self._level: Level = "level1"
 
     def health(self) -> EngineHealth:
         """The load of the engine. Raises the error that ended it."""
@@ -52,9 +52,7 @@ class RolloutActor(Actor):
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | MissingImages:
         """Sample one turn, or return the images that are missing. Raises what the engine raises."""
         async with self.images.whole(prompt) as whole:
-            if isinstance(whole, MissingImages):
-                return whole
-            return await self.engine.generate(whole, sampling)
+            return whole if isinstance(whole, MissingImages) else await self.engine.generate(whole, sampling)
 
     async def generate_each(
         self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
@@ -70,6 +68,23 @@ class RolloutActor(Actor):
     async def leave(self, cohort: str) -> None:
         """One episode of a cohort has ended."""
         await self.engine.leave(cohort)
+
+    async def profile(self, path: str | None) -> None:
+        """As ``PolicyRank.profile``; nothing for an engine that cannot."""
+        if isinstance(self.engine, ProfiledEngine):
+            await self.engine.profile(path)
+
+    async def sleep(self, level: Level) -> None:
+        """Leave the GPU to others; requests wait."""
+        await self.engine.pause()
+        await cast(SleepingEngine, self.engine).sleep(level)
+        self._level = level
+
+    async def wake(self) -> None:
+        """Take the GPU back. Requests go on, after a sleep of level2 when weights are loaded."""
+        await cast(SleepingEngine, self.engine).wake()
+        if self._level == "level1":
+            await self.engine.resume()
 
     async def load(self, manifest: Manifest, source: Any) -> None:
         """Load a weight update, whose ``source`` is the transport's. Raises WeightSyncError."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu.children import completed
-from benchmarks.gpu.result import Place, record
+from benchmarks.gpu.result import Place, measured, record
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Probe:
 
 
 PROBES = {
+    "extensions": Probe("benchmarks.gpu.engine:extensions", "vLLM"),
     "suite": Probe("benchmarks.gpu.suites:trainer_suite", "pytest"),
     "trainer": Probe("benchmarks.gpu.trainer:probe"),
-    "rate": Probe("benchmarks.gpu.rate:probe"),
-    "groups": Probe("benchmarks.gpu.groups:probe"),
-    "extensions": Probe("benchmarks.gpu.engine:extensions", "vLLM"),
     "start": Probe("benchmarks.gpu.engine:start", "vLLM", 1200.0),
-    "sampler": Probe("benchmarks.gpu.engine:sampler", "vLLM", 600.0),
     "contract": Probe("benchmarks.gpu.suites:contract", "vLLM, pytest", 900.0),
     "graphs": Probe("benchmarks.gpu.suites:graphs", "vLLM, pytest", 1800.0),
-    "whole": Probe("benchmarks.gpu.runs:whole", "vLLM, Ray", 900.0),
+    "sampler": Probe("benchmarks.gpu.engine:sampler", "vLLM", 600.0),
     "weight_update": Probe("benchmarks.gpu.runs:weight_update", "vLLM, Ray", 1800.0),
+    "whole": Probe("benchmarks.gpu.runs:whole", "vLLM, Ray", 900.0),
+    "groups": Probe("benchmarks.gpu.groups:probe"),
+    "rate": Probe("benchmarks.gpu.rate:probe"),
 }
 """In the order in which they are worth running: a fault in an early one explains those after it."""
 
@@ -66,10 +66,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _all(chosen: argparse.Namespace) -> int:
-    """One after the other. Returns 1 when one failed or was too slow; the file says which."""
-    worst = 0
+    """One after the other, but for those that the file has of this commit. Returns 1 when one failed or was too slow; the file says
+    which."""
+    worst, kept = 0, measured(chosen.out, chosen.tiny)
     given = ["--out", str(chosen.out), "--models", str(chosen.models), *(["--tiny"] if chosen.tiny else [])]
     for name, probe in PROBES.items():
+        if name in kept:
+            print(f"{name}: measured before, in {chosen.out}", file=sys.stderr)
+            continue
         command = [sys.executable, "-m", "benchmarks.gpu", name, *given]
         try:
             done = completed(command, probe.limit, stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""Weights from process to process without Ray: CUDA IPC on one GPU, and what a group of NCCL does when a member does not come."""
+"""Weights from process to process without Ray: what a group of NCCL does when a member does not come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from typing import Any, Literal
 
 from benchmarks.gpu.children import CONTEXT, Child
-from benchmarks.gpu.result import Found, Place, Skipped, attempt
+from benchmarks.gpu.result import Found, Place
 
 Backend = Literal["gloo", "nccl"]
 TIMEOUT = 10.0
@@ -24,7 +24,6 @@ def probe(place: Place) -> Found:
     mib = 8 if place.tiny else 1024
     timeout = 30.0 if place.tiny else TIMEOUT  # a busy CPU starts the second process late
     yield "backend", backend
-    yield "CUDA IPC between two processes", attempt(lambda: _cuda_ipc(mib))
     yield "a group of one", Child(alone, backend, timeout, mib).answer(LIMIT)
     yield "the second of two never comes", Child(in_vain, backend, 1.0 if place.tiny else TIMEOUT).answer(LIMIT)
     yield "two members", _two(backend, timeout, mib, dies=False)
@@ -98,48 +97,3 @@ def _two(backend: Backend, timeout: float, mib: int, dies: bool) -> dict[str, An
     here, there = CONTEXT.Pipe()
     members = {"first": Child(first, backend, timeout, mib, here), "second": Child(second, backend, timeout, mib, there, dies)}
     return {name: member.answer(LIMIT) for name, member in members.items()}
-
-
-def _cuda_ipc(mib: int) -> dict[str, Any]:
-    """A sender keeps tensors on the GPU, a receiver opens and verifies them."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise Skipped("no GPU")
-    ours, theirs = CONTEXT.Pipe()
-    done = CONTEXT.Event()
-    sender = Child(_sends, mib, theirs, done)
-    try:
-        if not ours.poll(LIMIT):
-            raise Skipped(f"nothing was packed: {sender.answer(1)}")
-        receiver = Child(_opens, ours.recv()).answer(LIMIT)
-    finally:
-        done.set()
-        sent = sender.answer(LIMIT)
-    return {"sender": sent, "receiver": receiver}
-
-
-def _sends(mib: int, pipe: Any, done: Any) -> dict[str, float]:
-    import torch
-
-    from rayloop.core.types import Version
-    from rayloop.transports.seam import transport
-    from rayloop.transports.settings import CudaIpcTransport
-
-    tensors = {f"tensor.{n}": torch.randn(mib * 2**20 // 64 // 2).bfloat16() for n in range(64)}
-    sender = transport(CudaIpcTransport(), "").sender("127.0.0.1")
-    began = time.perf_counter()
-    update = sender.pack(Version(0, 0), tensors)
-    seconds = time.perf_counter() - began
-    pipe.send((update.manifest, update.source))
-    done.wait(LIMIT)
-    return {"pack_s": round(seconds, 3)}
-
-
-def _opens(published: tuple[Any, Any]) -> dict[str, float]:
-    from rayloop.transports.seam import transport
-    from rayloop.transports.settings import CudaIpcTransport
-
-    began = time.perf_counter()
-    tensors = transport(CudaIpcTransport(), "").receiver().unpack(*published)
-    return {"opened_and_verified_s": round(time.perf_counter() - began, 3), "tensors": len(tensors)}

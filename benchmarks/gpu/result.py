@@ -107,6 +107,19 @@ def record(file: Path, name: str, probe: Callable[[Place], Found], place: Place)
     return entry["status"] != "failed"
 
 
+def measured(file: Path, tiny: bool) -> set[str]:
+    """The probes that the file has, measured to their end, with these sizes and at this commit."""
+    if not file.exists():
+        return set()
+    commit = said(["git", "rev-parse", "HEAD"])
+    probes = json.loads(file.read_text(encoding="utf-8"))["probes"].items()
+    return {
+        name
+        for name, probe in probes
+        if (probe["status"], probe["tiny"], probe["environment"]["commit"]) == ("measured", tiny, commit)
+    }
+
+
 def _keep(file: Path, name: str, entry: dict[str, Any], began: float) -> None:
     """Add the entry of a probe to what the file has of it and of others."""
     probes: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["probes"] if file.exists() else {}

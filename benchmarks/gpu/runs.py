@@ -1,4 +1,4 @@
-"""Whole runs on one GPU: policy and engine share it, weights go through CUDA IPC or the object store."""
+"""Whole runs on one GPU: policy and engine share it, weights are broadcast by gloo or go through the object store."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ TINY = ["algorithm.groups_per_step=2", "algorithm.group_size=2", "weight_sync.lo
 
 def whole(place: Place) -> Found:
     """The quickstart on one GPU: log-prob check, self-test and three steps; without a GPU, its engine and transport."""
-    yield "quickstart", attempt(lambda: run(place, "quickstart", "cuda_ipc", None))
+    yield "quickstart", attempt(lambda: run(place, "quickstart", "collective", None))
 
 
 def weight_update(place: Place) -> Found:
     """A model of 3B's shape through both transports: seconds of every weight update, which is all that differs."""
     folder = models.vlm(place)
-    for kind in ("cuda_ipc", "object_store"):
+    for kind in ("collective", "object_store"):
         yield kind, attempt(lambda k=kind: run(place, "3B", k, folder))  # type: ignore[misc]
 
 

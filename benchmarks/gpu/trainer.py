@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,8 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "aten::nonzero", "ate
 
 def probe(place: Place) -> Found:
     """16 x 8 samples with two images each; micro-batches of several lengths, with and without checkpointed activations."""
+    import torch
+
     folder = models.vlm(place)
     items = models.batch(folder, 2, 2, 12, 8, 2) if place.tiny else models.batch(folder, 16, 8, 512, 512, 16)
     side = 256 if place.tiny else SIDE  # a CPU without bfloat16 needs 20 s for one product of 2,048 rows
@@ -41,6 +44,11 @@ def probe(place: Place) -> Found:
         for checkpointing in (False, True):
             name = f"update, micro-batches of {tokens} tokens, checkpointing {'on' if checkpointing else 'off'}"
             yield name, attempt(lambda n=tokens, c=checkpointing: _update(folder, items, most, n, c))  # type: ignore[misc]
+    if torch.cuda.is_available():  # on a CPU it does not train
+        os.environ["RAYLOOP_ATTENTION"] = "flex"
+        name = "update with FlexAttention, micro-batches of 16384 tokens, checkpointing on"
+        yield name, attempt(lambda: _update(folder, items, most, 16_384, True))
+        del os.environ["RAYLOOP_ATTENTION"]
     group = items[: 2 if place.tiny else 8]
     yield "waits in an update of one micro-batch", attempt(lambda: _waits(folder, group))
     yield "packed and shared against one by one", attempt(lambda: _packing(folder, group))

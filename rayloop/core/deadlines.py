@@ -3,12 +3,13 @@
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from rayloop.core.failures import PolicyLost, Preempted, WorkerLost
+from rayloop.core.types import Summary
 
 T = TypeVar("T")
 
@@ -24,13 +25,36 @@ class Awaited:
     starts: bool = False
 
 
+class Span(NamedTuple):
+    """What was done, on which ``track``, from when to when, in unix seconds. The track of a call is "": its name has it."""
+
+    track: str
+    name: str
+    began: float
+    ended: float
+
+
 @dataclass(slots=True)
 class Waits:
-    """The waits under way, and when one last ended (``time.monotonic``)."""
+    """The waits under way, and when one last ended (``time.monotonic``). ``spans``: what ended while they are kept."""
 
     open: dict[int, Awaited] = field(default_factory=dict)
     moved: float = field(default_factory=time.monotonic)
     entered: int = 0
+    spans: list[Span] | None = None
+
+    def did(self, name: str, since: float, track: str = "") -> None:
+        """Something ended now that began at ``since`` (``time.monotonic``)."""
+        if self.spans is not None:
+            now = time.time()
+            self.spans.append(Span(track, name, now - (time.monotonic() - since), now))
+
+    def played(self, episodes: Sequence[object], environment: str, engine: str) -> None:
+        """Episodes were played there: those that have a summary."""
+        for one in episodes:
+            if self.spans is not None and isinstance(one, Summary):
+                tracks = {"generate": engine}
+                self.spans += [Span(tracks.get(name, environment), f"{name} {one.id}", *times) for name, *times in one.spans]
 
     def oldest(self) -> list[Awaited]:
         """The open waits that count, the longest first."""
@@ -61,9 +85,10 @@ async def with_deadline(
     try:
         return await bounded(deadline, awaitable, WorkerLost(f"{what} did not answer within {deadline:g} s"))
     finally:
-        del WAITS.open[key]
+        wait = WAITS.open.pop(key)
         if counts:
             WAITS.moved = time.monotonic()
+            WAITS.did(what, wait.since)
 
 
 async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
@@ -134,12 +159,13 @@ def timed(phase: str) -> Callable[[Method[TimedT, P, R]], Method[TimedT, P, R]]:
 
     def decorate(method: Method[TimedT, P, R]) -> Method[TimedT, P, R]:
         async def wrapper(self: TimedT, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            began, timings = time.perf_counter(), self.timings
+            began, timings = time.monotonic(), self.timings
             timings.phase = phase
             try:
                 return await method(self, *args, **kwargs)
             finally:
-                timings.seconds[phase] = timings.seconds.get(phase, 0.0) + time.perf_counter() - began
+                timings.seconds[phase] = timings.seconds.get(phase, 0.0) + time.monotonic() - began
+                WAITS.did(phase, began, "driver")
 
         functools.update_wrapper(wrapper, method)
         return wrapper

@@ -91,7 +91,7 @@ class SelfTest(Event, by="cluster/loop/weight_sync.py"):
     """One group of parameters was changed visibly and synced; the engines must follow."""
 
     group: str
-    """The parameters: `language`, `vision`, `merger`."""
+    """The parameters: `language`, `vision`, `merger`, `adapters`."""
     moved: float | None = None
     """Mean |log-prob change| in the trainer, in nats."""
     follows: float | None = None

@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, files with checksums, and files that no other user may have made or read."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -31,7 +29,7 @@ class Checksum:
     size: int = 0
     crc32: int = 0
 
-    def then(self, data: bytes | memoryview) -> Checksum:
+    def then(self, data: bytes | memoryview) -> "Checksum":
         """With ``data`` after them."""
         return Checksum(self.size + memoryview(data).nbytes, isal_zlib.crc32(data, self.crc32))
 
@@ -99,8 +97,7 @@ def appears(path: Path, within: float) -> bool:
 
 
 def linked(source: Path, target: Path) -> None:
-    """Make the folder ``target`` with the files of ``source``, as links where the file system has them, whole at once. Raises
-    OSError."""
+    """Make the folder ``target`` whole at once, with the files of ``source``, as links where there are some. Raises OSError."""
 
     def link(file: str, to: str) -> None:
         try:

@@ -1,12 +1,10 @@
 """The words of what is judged together: outcomes, members, groups and their fates. No torch, no ray, no I/O."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 from rayloop.core.failures import Cause, Failure
 from rayloop.core.types import STREAMS, Ref, Streams, Summary, Task, Trajectory, TrajectoryId
@@ -28,12 +26,13 @@ class UnscoredKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A reward: its value, logged ``components``, ``flags`` for the policy's faults, and the traceback of a grader that raised."""
+    """A reward: its value, logged ``components``, ``flags`` for the policy's faults, a grader's traceback, a judge's ``reason``."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     trace: str = field(default="", compare=False, repr=False)
+    reason: str = field(default="", compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Unscored:
     components: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, failure: Failure) -> Unscored:
+    def of(cls, failure: Failure) -> Self:
         """The outcome of an episode that was not played."""
         same = failure.cause in (Cause.BAD_DATA, Cause.OVER_LONG)
         return cls(UnscoredKind(failure.cause) if same else UnscoredKind.ENVIRONMENT_FAILURE, failure.why)
@@ -66,7 +65,7 @@ class Credit:
     base: float = 0.0
 
     @classmethod
-    def of_turns(cls, turns: Iterable[float]) -> Credit:
+    def of_turns(cls, turns: Iterable[float]) -> Self:
         """One advantage for each sampled turn."""
         values = tuple(turns)
         return cls(sum(values) / max(1, len(values)), values)
@@ -116,7 +115,7 @@ class Member:
         """Whether it has not left its group."""
         return self.status is None
 
-    def bare(self) -> Member:
+    def bare(self) -> Self:
         """The same member without references to what lies in the object store."""
         return dataclasses.replace(self, payload=None, reference=None)
 
@@ -149,14 +148,10 @@ class Group:
         """Members that have a reward and have not been excluded."""
         return tuple(m for m in self.members if m.kept and isinstance(m.outcome, Scored))
 
-    def map(self, change: Mapping[int, Member]) -> Group:
+    def map(self, change: Mapping[int, Member]) -> Self:
         """The same group with the members at the given positions replaced."""
         return dataclasses.replace(self, members=tuple(change.get(i, m) for i, m in enumerate(self.members)))
 
-    def bare(self) -> Group:
+    def bare(self) -> Self:
         """The same group without references to what lies in the object store."""
         return dataclasses.replace(self, members=tuple(member.bare() for member in self.members))
-
-    def with_references(self, references: Mapping[int, Ref[Any]]) -> Group:
-        """The same group with reference log-probs attached to the members at the given positions."""
-        return self.map({i: dataclasses.replace(self.members[i], reference=r) for i, r in references.items()})

@@ -95,8 +95,7 @@ class BroadcastFailedEvent(Event, by="cluster/loop/weight_sync.py"):
 
 
 class WeightsLost(Event, by="cluster/loop/weight_sync.py"):
-    """The synced weights were lost with their node, and are synced again, by a new policy if that is lost too. To do: find out why
-    a node died."""
+    """The synced weights were lost with their node, and are synced again, by a new policy if need be. To do: see why it died."""
 
     version: str
     why: str

@@ -1,9 +1,8 @@
 """The tokens that top_p and top_k keep. No torch, no ray, no I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,14 +14,13 @@ MOST_KEPT = 128
 @dataclass(frozen=True, slots=True)
 class Kept:
     """The tokens that ``top_p`` and ``top_k`` kept where each of N tokens was sampled, as bytes of int32: their ``ids``, one
-    position after the other, and the ``counts`` [N] of each position. The trainer's log-probs are over the same tokens ("Keep
-    Sampling Mask", arXiv:2512.02556)."""
+    position after the other, and the ``counts`` [N] of each. The trainer's log-probs are over them (arXiv:2512.02556)."""
 
     ids: bytes
     counts: bytes
 
     @classmethod
-    def of(cls, positions: Sequence[npt.ArrayLike]) -> Kept:
+    def of(cls, positions: Sequence[npt.ArrayLike]) -> Self:
         """From the token ids of each position. Raises ValueError for a position without any."""
         rows = [np.asarray(row, np.int32) for row in positions]
         if not all(map(len, rows)):
@@ -30,12 +28,12 @@ class Kept:
         return cls(b"".join(row.tobytes() for row in rows), np.array([len(row) for row in rows], np.int32).tobytes())
 
     @classmethod
-    def everything(cls, n: int) -> Kept:
+    def everything(cls, n: int) -> Self:
         """Of ``n`` positions where nothing was removed: the id -1 stands for all tokens."""
         return cls.of([[-1]] * n)
 
     @classmethod
-    def joined(cls, parts: Iterable[Kept]) -> Kept:
+    def joined(cls, parts: Iterable[Self]) -> Self:
         """The positions of all parts, in order."""
         parts = list(parts)
         return cls(b"".join(part.ids for part in parts), b"".join(part.counts for part in parts))

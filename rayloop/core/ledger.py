@@ -27,8 +27,7 @@ class Ledger:
     """Counts the ways ``in_flight -> ready -> final``. An illegal step raises LedgerError and changes nothing."""
 
     def __init__(self) -> None:
-        self._issued = 0
-        self._attempts = 0
+        self._issued = self._attempts = 0
         self._replayed = 0
         self._highest: TrajectoryId | None = None
         self._live: dict[TrajectoryId, TrajectoryState] = {}

@@ -1,8 +1,6 @@
 """What the families of models have in common and what not, by transformers' ``model_type``; a new family is a line here. A causal
 language model of attention alone needs none."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,7 +21,8 @@ class ModelFamily:
     also enlarges sides below an image token's. ``around``: the tokens that the processor, not the chat template, writes around
     those of an image. ``pooled``: their features enter only with the embeddings, so that they can be cached between turns.
     ``packs``: a row holds several trajectories, else one. ``experts``: how the checkpoint has the tensors of a mixture of experts,
-    one for each layer here: one for each expert, or transposed; "": not known, hence refused."""
+    one for each layer here: one for each expert, or transposed; "": not known, hence refused. ``adapters``: vLLM computes with
+    adapters of its language model, under the checkpoint's names."""
 
     images: Literal["", "patches", "tiles"] = ""
     processor: str = "Qwen2VLImageProcessorPil"
@@ -32,13 +31,16 @@ class ModelFamily:
     pooled: bool = False
     packs: bool = True
     experts: Literal["", "each", "transposed"] = ""
+    adapters: bool = False
 
 
 OTHERS = ModelFamily()
 FAMILIES = {
-    "qwen2_vl": ModelFamily(images="patches", pooled=True),
-    "qwen2_5_vl": ModelFamily(images="patches", pooled=True),
-    "qwen3_vl": ModelFamily(images="patches"),
+    "qwen2": ModelFamily(adapters=True),
+    "qwen3": ModelFamily(adapters=True),
+    "qwen2_vl": ModelFamily(images="patches", pooled=True, adapters=True),
+    "qwen2_5_vl": ModelFamily(images="patches", pooled=True, adapters=True),
+    "qwen3_vl": ModelFamily(images="patches", adapters=True),
     "qwen3_moe": ModelFamily(experts="each"),
     "qwen3_vl_moe": ModelFamily(images="patches", experts="transposed"),
     "glm4v": ModelFamily(images="patches", processor="Glm4vImageProcessorPil", frames=2, pooled=True),
@@ -61,9 +63,11 @@ def experts(text: Mapping[str, Any]) -> int:
     return max(int(text.get(name) or 0) for name in EXPERTS)
 
 
-def unsupported(kind: str, vision: bool, text: Mapping[str, Any]) -> str:
+def unsupported(kind: str, vision: bool, text: Mapping[str, Any], quantised: bool = False) -> str:
     """Why a model of this model_type cannot be trained; "" when it can. ``text``: the configuration of its language model."""
     known = family(kind)
+    if quantised:
+        return "its weights are quantised, and cannot be trained. Name the model with weights in bfloat16 or float32"
     if (number := experts(text)) and not known.experts:
         mixtures = ", ".join(sorted(name for name, one in FAMILIES.items() if one.experts))
         return (

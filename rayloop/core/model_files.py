@@ -79,8 +79,7 @@ def are_adapters(folder: Path) -> bool:
 
 def resolve(path: str, revision: str | None = None, *, weights: bool = False, key: str = "model.path") -> Resolved:
     """The files of a model: a local folder, or a model of the Hub at ``revision`` (commit, tag, branch; None: main), downloaded if
-    the cache lacks it. Without an answer of the Hub the cached commit is taken. Raises ConfigError that names ``key``, where the
-    path stands."""
+    the cache lacks it. Without an answer of the Hub the cached commit is taken. Raises ConfigError with ``key``, the path's."""
     if Path(path).is_dir():
         if revision is not None:
             raise ConfigError(f"model.revision: {revision}: {path} is a folder, which has no revisions. Leave it out")
@@ -108,9 +107,7 @@ def _commit(path: str, revision: str | None) -> tuple[str | None, str]:
 
     if revision is not None and COMMIT.fullmatch(revision):
         return revision, ""
-    if constants.HF_HUB_OFFLINE:
-        return None, "HF_HUB_OFFLINE is set"
-    return _asked(path, revision)
+    return (None, "HF_HUB_OFFLINE is set") if constants.HF_HUB_OFFLINE else _asked(path, revision)
 
 
 @cache

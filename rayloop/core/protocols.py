@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from rayloop.core.files import Checksum
 from rayloop.core.groups import Outcome
@@ -24,7 +24,7 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor of a weight sync: what the receiver must find. ``checksum`` is the CRC-32 of the raw bytes."""
+    """One tensor of a weight sync: what the receiver must find. ``checksum``: by ``rayloop.transports.manifest``."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,6 +38,10 @@ class Manifest:
 
     version: Version
     tensors: Mapping[str, TensorRecord]
+
+
+Level = Literal["level1", "level2"]
+"""How deep an engine sleeps, in vLLM's words."""
 
 
 class GenerationEngine(Protocol):
@@ -61,6 +65,32 @@ class GenerationEngine(Protocol):
 
     def health(self) -> EngineHealth:
         """The version that is served, and the load."""
+
+
+class SleepingEngine(GenerationEngine, Protocol):
+    """One that shares its GPU with the policy in turns. Both methods do nothing when it is so already."""
+
+    async def sleep(self, level: Level) -> None:
+        """Give the GPU's memory back, after ``pause``: the weights go to main memory, or with level2 nowhere."""
+
+    async def wake(self) -> None:
+        """Take it again. After level2 the weights have any values, and no version, until ``load``."""
+
+
+@runtime_checkable
+class ProfiledEngine(Protocol):
+    """One that computes with torch (``profile.steps``)."""
+
+    async def profile(self, path: str | None) -> None:
+        """Begin a profile; with ``path``, end it and write it there as a Chrome trace (``.json.gz``)."""
+
+
+class StreamingEngine(GenerationEngine, Protocol):
+    """One whose own processes can receive a broadcast of weights."""
+
+    async def receive(self, version: Version, broadcast: bytes) -> None:
+        """As ``load``, in the place of it: ``broadcast`` has the pickled settings and the process group of
+        ``rayloop.transports.collective.BroadcastReceiver``. Raises BroadcastFailed, too."""
 
 
 @dataclass(frozen=True, slots=True)

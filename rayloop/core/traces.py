@@ -1,13 +1,11 @@
 """Traces: conversations of loops outside of rayloop as aligned arrays, one branch each, that become trajectories."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import EndReason, FinishReason, ImageRef, Sampling, TokenIds, Trajectory, TrajectoryId, Turn, Version
@@ -29,7 +27,7 @@ class Trace:
     images: tuple[ImageRef, ...] = ()
     image_bytes: Mapping[str, bytes] = field(default_factory=dict)
 
-    def __add__(self, other: Trace) -> Trace:
+    def __add__(self, other: Self) -> Self:
         """The tokens of both, one after the other; the images of the first."""
         return replace(
             self,
@@ -41,7 +39,7 @@ class Trace:
         )
 
     @classmethod
-    def of(cls, turns: Sequence[Turn], image_bytes: Mapping[str, bytes]) -> Trace:
+    def of(cls, turns: Sequence[Turn], image_bytes: Mapping[str, bytes]) -> Self:
         """Of turns as an episode has them, at least one of them sampled."""
         tokens = tuple(token for turn in turns for token in turn.token_ids)
         sampled = [turn for turn in turns if turn.sampled]
@@ -67,7 +65,7 @@ class Trace:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], version: Version | None = None) -> Trace:
+    def from_json(cls, data: Mapping[str, Any], version: Version | None = None) -> Self:
         """``version``: of all its sampled tokens where the data name none, as verifiers' do. Raises DataFailure."""
         try:
             runs = sum(1 for sampled, _ in groupby(data["sampled_mask"]) if sampled)
@@ -86,17 +84,9 @@ class Trace:
             raise DataFailure("trace", f"is not one: {type(error).__name__}: {error}") from error
 
     def trajectory(
-        self,
-        id: TrajectoryId,
-        task_id: str,
-        sampling: Sampling,
-        *,
-        image_token: int | None = None,
-        seed: int = 0,
-        attempt: int = 0,
-        end_reason: EndReason = EndReason.DONE,
-        env_result: float | None = None,
-    ) -> Trajectory:
+        self, id: TrajectoryId, task_id: str, sampling: Sampling, *, image_token: int | None = None, seed: int = 0,
+        attempt: int = 0, end_reason: EndReason = EndReason.DONE, env_result: float | None = None,
+    ) -> Trajectory:  # fmt: skip
         """The trainer's form; ``image_token`` is the renderer's. Raises DataFailure where arrays, versions or images disagree."""
         logprobs = self._checked()
         turns: list[Turn] = []
@@ -194,8 +184,7 @@ def image_json(image: ImageRef) -> dict[str, Any]:
 
 
 def _image(image: ImageRef, data: bytes | None) -> dict[str, Any]:
-    encoded = {} if data is None else {"data": base64.b64encode(data).decode()}
-    return image_json(image) | encoded
+    return image_json(image) | ({} if data is None else {"data": base64.b64encode(data).decode()})
 
 
 def _ref(data: Mapping[str, Any]) -> ImageRef:

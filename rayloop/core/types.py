@@ -1,14 +1,12 @@
 """The types of tasks and trajectories. No torch, no ray, no I/O. A trajectory is a sequence of turns: *sampled* turns carry
 behaviour log-probs, all others are context. Token ids are the expanded ones (n per image)."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -159,32 +157,37 @@ class ImagesSent:
     bytes: int = 0
     again: int = 0
 
-    def __add__(self, other: ImagesSent) -> ImagesSent:
+    def __add__(self, other: "ImagesSent") -> "ImagesSent":
         return ImagesSent(self.images + other.images, self.bytes + other.bytes, self.again + other.again)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled turn: ``token_ids`` [N], ``logprobs`` [N] (natural log, of the sampled token), and whose weights. ``kept`` [N]
-    with a ``Sampling`` that keeps some tokens only."""
+    with a ``Sampling`` that keeps some tokens only. ``times``: when it was asked for and when it came, unix seconds."""
 
     token_ids: TokenIds
     logprobs: tuple[float, ...]
     finish: FinishReason
     version: Version
     kept: Kept | None = None
+    times: tuple[float, ...] = field(default=(), compare=False)
 
     @property
-    def turn(self) -> Turn:
+    def turn(self) -> "Turn":
         """As the policy's turn in an episode."""
-        return Turn("assistant", self.token_ids, logprobs=self.logprobs, version=self.version, finish=self.finish, kept=self.kept)
+        return Turn(
+            "assistant", self.token_ids, logprobs=self.logprobs, version=self.version, finish=self.finish, kept=self.kept,
+            times=self.times,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A run of tokens: sampled by the policy (``logprobs`` set) or context. ``restart``: nothing before it is seen from here on.
     ``executed``: whether the environment carried out a sampled turn's action; None: unknown, or an answer. ``reward``: what the
-    environment paid for a sampled turn (``StepResult.reward``)."""
+    environment paid for a sampled turn (``StepResult.reward``). ``times``: those of the completion, then when the environment had
+    answered; of a prompt, when it was begun and made."""
 
     role: str
     token_ids: TokenIds
@@ -196,6 +199,7 @@ class Turn:
     executed: bool | None = None
     reward: float = 0.0
     kept: Kept | None = None
+    times: tuple[float, ...] = field(default=(), compare=False)
 
     @property
     def sampled(self) -> bool:
@@ -280,7 +284,7 @@ class Trajectory:
         return tuple(turn for turn in self.turns if turn.sampled)
 
     @property
-    def segments(self) -> tuple[Trajectory, ...]:
+    def segments(self) -> tuple[Self, ...]:
         """Its parts between restarts, in order: the sequences that the engine saw and that are trained. The context of a restart
         repeats earlier tokens; each sampled token is trained once."""
         starts = [0, *(i for i, turn in enumerate(self.turns) if i and turn.restart), len(self.turns)]
@@ -328,7 +332,8 @@ class Trajectory:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What the driver knows of a trajectory without opening its payload. Lengths in tokens (expanded). ``turn_rewards`` and
-    ``states`` (``Turn.reward``, ``Trajectory.states``) have one entry for each sampled turn, in order."""
+    ``states`` (``Turn.reward``, ``Trajectory.states``) have one entry for each sampled turn, in order. ``spans``: ``reset``,
+    ``generate`` and ``step``, each from when to when, in unix seconds."""
 
     id: TrajectoryId
     attempt: int
@@ -350,6 +355,7 @@ class Summary:
     sent: ImagesSent = ImagesSent()
     turn_rewards: tuple[float, ...] = ()
     states: tuple[str, ...] = ()
+    spans: tuple[tuple[str, float, float], ...] = field(default=(), compare=False)
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -368,5 +374,4 @@ SEED_BITS = 63
 def derive(seed: int | str, *parts: int | str) -> int:
     """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in every process. The parts' types and
     boundaries count: ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``, ``derive(0, "1")`` all differ."""
-    digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> (64 - SEED_BITS)
+    return int.from_bytes(hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest(), "big") >> (64 - SEED_BITS)

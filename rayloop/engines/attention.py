@@ -1,12 +1,15 @@
 """Attention over packed sequences, batched by length: packing then costs what the sequences cost. transformers' own SDPA masks the
 whole packed row, which computes [T, T] per layer, and calls the kernel for every image and window of a vision tower."""
 
+import os
 from collections.abc import Callable, MutableMapping
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -15,18 +18,27 @@ from transformers.masking_utils import sdpa_mask
 
 PACKED_SDPA = "packed_sdpa"
 
+PACKED_FLEX = "packed_flex"
+
 GROUPED_SDPA = "grouped_sdpa"
 
 PACKED_VISION = "packed_sdpa_like_flash"
 """transformers leaves it to implementations with "flash" in their name to keep images and windows apart."""
 
 
-def use_packed_sdpa(model: PreTrainedModel) -> None:
-    """Let a language model with SDPA attend sample by sample. Other attention implementations stay as they are. transformers makes
-    no mask for an implementation that it does not know; packed attention needs none."""
+def flex_chosen() -> bool:
+    """Whether RAYLOOP_ATTENTION=flex is set where this process runs."""
+    return os.environ.get("RAYLOOP_ATTENTION") == "flex"
+
+
+def use_packed(model: PreTrainedModel) -> None:
+    """Let a language model with SDPA attend sample by sample, by FlexAttention if that is chosen. Others stay as they
+    are. transformers makes no mask for an implementation that it does not know; packed attention needs none."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED_SDPA, _packed_sdpa)
-        model.set_attn_implementation({"": PACKED_SDPA, "text_config": PACKED_SDPA})
+        AttentionInterface.register(PACKED_FLEX, _packed_flex)
+        name = PACKED_FLEX if flex_chosen() else PACKED_SDPA
+        model.set_attn_implementation({"": name, "text_config": name})
 
 
 def use_grouped_decoding(model: PreTrainedModel) -> None:
@@ -40,7 +52,12 @@ def use_grouped_decoding(model: PreTrainedModel) -> None:
 
 def shares_prompts(model: PreTrainedModel) -> bool:
     """Whether the model's attention finds the prompt that several samples of a row have in common."""
-    return bool(model.config.get_text_config()._attn_implementation == PACKED_SDPA)
+    return bool(model.config.get_text_config()._attn_implementation in (PACKED_SDPA, PACKED_FLEX))
+
+
+def packs_images(model: PreTrainedModel) -> bool:
+    """Whether the model's vision tower attends by window or image."""
+    return bool(model.config.vision_config._attn_implementation == PACKED_VISION)
 
 
 def use_packed_vision(model: PreTrainedModel) -> None:
@@ -67,8 +84,7 @@ class _Sequences(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Sequences that are attended at once: rows of the queries [n, Q] and of the keys [n, K], and a mask [n, 1, Q, K] if they
-    have first keys in common."""
+    """Sequences attended at once: rows of queries [n, Q] and keys [n, K]; a mask [n, 1, Q, K] if first keys are shared."""
 
     own: Tensor
     seen: Tensor
@@ -87,12 +103,61 @@ _layouts: MutableMapping[Tensor, _Layout] = WeakTensorKeyDictionary()
 
 
 def _packed_sdpa(
-    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_ids: Tensor, **options: Any
-) -> tuple[Tensor, None]:
-    """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids`` [1, T] are 0. What begins at
-    position P > 0 continues the first P tokens of the last sample that began at 0. Samples of similar length are padded at their
-    ends."""
-    return _attend(module, query, key, value, _remembered(position_ids, _samples), **options), None
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_ids: Tensor,
+    starts: Tensor | None = None, row: Any = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """``query``, ``key`` and ``value`` are [1, heads, T, d]; a sample begins where ``position_ids`` [1, T] are 0. What begins at P
+    > 0 continues the first P tokens of the last sample that began at 0. Samples of similar length are padded. ``starts``: the same
+    positions on the CPU. ``row``: the ``sequence.SplitRow`` of which these are a slice; ``starts`` are then those of all of it."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        layout = _remembered(position_ids if starts is None else starts, _samples, query.device)
+        return _attend(module, query, key, value, layout, **options)
+
+    return (attend(query, key, value) if row is None else row.heads(attend, query, key, value)), None
+
+
+_masks: MutableMapping[Tensor, dict[int | None, BlockMask]] = WeakTensorKeyDictionary()
+"""As ``_layouts``, by the width of a sliding window."""
+
+
+def _packed_flex(
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, position_ids: Tensor,
+    starts: Tensor | None = None, row: Any = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """As ``_packed_sdpa``, in one call without padding or copies of a shared prompt's keys: FlexAttention (arXiv:2412.05496), which
+    torch compiles on a GPU. On a CPU it has no backward pass."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = _mask(position_ids if starts is None else starts, options.get("sliding_window"), query.device)
+        kernel = _compiled(flex_attention, query.device.type)
+        return cast(Tensor, kernel(query, key, value, block_mask=mask, scale=options["scaling"], enable_gqa=True)).transpose(1, 2)
+
+    return (attend(query, key, value) if row is None else row.heads(attend, query, key, value)), None
+
+
+@cache
+def _compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    return torch.compile(function) if device == "cuda" else function
+
+
+def _mask(source: Tensor, window: int | None, device: torch.device) -> BlockMask:
+    """Which tokens of a row each token sees: those before it in its sample, the prompt that the sample continues among them."""
+    masks = _masks.setdefault(source, {})
+    if window not in masks:
+        positions = source[0].cpu()
+        sequences = _sequences(positions)
+        of = torch.arange(len(sequences.starts)).repeat_interleave(sequences.lengths - sequences.shared)
+        start, root, shared = (field[of].to(device) for field in (sequences.starts, sequences.roots, sequences.shared))
+        place = positions.to(device)
+
+        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            own = (key >= start[query]) & (key <= query)
+            prompt = (key >= root[query]) & (key < root[query] + shared[query])
+            return (own | prompt) & (place[query] - place[key] < (window or len(place)))
+
+        masks[window] = _compiled(create_block_mask, device.type)(sees, None, None, len(place), len(place), device=device)
+    return masks[window]
 
 
 def _grouped_sdpa(
@@ -111,30 +176,33 @@ def _packed_vision(
     module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, cu_seq_lens_q: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     """``query``, ``key`` and ``value`` are [1, heads, T, d]; ``cu_seq_lens_q`` are the borders of windows or images."""
-    return _attend(module, query, key, value, _remembered(cu_seq_lens_q, _images), **options), None
+    return _attend(module, query, key, value, _remembered(cu_seq_lens_q, _images, query.device), **options), None
 
 
-def _remembered(source: Tensor, make: Callable[[Tensor], _Layout]) -> _Layout:
-    """The layout that ``make`` gives for ``source``: computed on the CPU, so that a GPU is waited for once."""
+def _remembered(source: Tensor, make: Callable[[Tensor], _Layout], device: torch.device) -> _Layout:
+    """The layout on ``device`` that ``make`` gives for ``source``; a ``source`` on a GPU is waited for once."""
     layout = _layouts.get(source)
     if layout is None:
         parts, places = make(source.cpu())
-        on = [_Part(*(None if index is None else index.to(source.device) for index in part)) for part in parts]
-        layout = _layouts[source] = _Layout(on, places.to(source.device))
+        on = [_Part(*(None if index is None else index.to(device, non_blocking=True) for index in part)) for part in parts]
+        layout = _layouts[source] = _Layout(on, places.to(device, non_blocking=True))
     return layout
 
 
 def _samples(position_ids: Tensor) -> _Layout:
     """Of a language model's row: samples by the power of two above their length, those that share a prompt by their own part of it:
     a long prompt would hide how different they are, and all would be padded to the longest."""
-    positions = position_ids[0]
+    sequences = _sequences(position_ids[0])
+    size = (sequences.lengths - sequences.shared).log2().ceil()
+    return _layout(sequences, torch.where(sequences.shared == 0, size, -size.clamp(min=SMALL)))
+
+
+def _sequences(positions: Tensor) -> _Sequences:
+    """Of a row with these ``positions`` [T] of its tokens in their samples."""
     starts = (positions.diff(prepend=positions[:1]) != 1).nonzero()[:, 0]
     shared = positions[starts]
     lengths = shared + torch.cat([starts, starts.new_tensor([len(positions)])]).diff()
-    roots = torch.where(shared == 0, starts, 0).cummax(0).values
-    size = (lengths - shared).log2().ceil()
-    kinds = torch.where(shared == 0, size, -size.clamp(min=SMALL))
-    return _layout(_Sequences(lengths, shared, roots, starts), kinds)
+    return _Sequences(lengths, shared, torch.where(shared == 0, starts, 0).cummax(0).values, starts)
 
 
 def _images(borders: Tensor) -> _Layout:

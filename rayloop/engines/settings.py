@@ -13,9 +13,13 @@ from pydantic import Field, PrivateAttr, Tag, model_validator
 from rayloop.config.explain import kind_of
 from rayloop.config.model import Computes, ComputesOnCpu, Dtype
 from rayloop.config.model import ModelSettings as ModelSettings
-from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
-from rayloop.core.protocols import GenerationEngine
+from rayloop.config.settings import OWN, Component, by_kind
+from rayloop.core.protocols import GenerationEngine, Level
 from rayloop.core.types import Sampling
+from rayloop.engines.training_settings import MICRO_BATCH as MICRO_BATCH
+from rayloop.engines.training_settings import FsdpSettings as FsdpSettings
+from rayloop.engines.training_settings import LoraSettings as LoraSettings
+from rayloop.engines.training_settings import OptimizerSettings as OptimizerSettings
 
 
 class EngineChoice(Computes):
@@ -41,6 +45,16 @@ class EngineChoice(Computes):
         return kind_of(type(self)) or type(self).__name__
 
     @property
+    def sleep(self) -> Level | None:
+        """How deep it sleeps while the policy trains; None: both keep their memory."""
+        return None
+
+    @property
+    def receivers(self) -> int:
+        """Processes of it that receive a broadcast of weights; 0: they come through its rollout actor."""
+        return 0
+
+    @property
     def own_weights(self) -> str:
         """Which weights answer, for an engine whose weights never change; empty for one that loads new weights."""
         return ""
@@ -52,6 +66,13 @@ class EngineChoice(Computes):
     def problems(self, gpus: float, room: int) -> Iterator[str]:
         """Yields what is wrong, for an actor with ``gpus`` and episodes of up to ``room`` tokens."""
         yield from ()
+
+    def unshared(self, *gpus: float, ahead: bool) -> Iterator[str]:
+        """Yields why it cannot ``sleep``, with these ``num_gpus`` of both roles; ``ahead``: groups are played while some train."""
+        if self.sleep and ahead:
+            yield "rollout.engine: one that sleeps while the policy trains plays nothing ahead; set staleness.max_staleness to 0"
+        if self.sleep and max(gpus) >= 1:
+            yield "rollout.engine: to share a GPU in turns, set num_gpus of both placements to fractions that make 1 together"
 
     def unkept(self, sampling: Sampling, where: str) -> Iterator[str]:
         """Yields what is wrong with ``top_p`` or ``top_k`` of the run, or ``where`` else."""
@@ -65,6 +86,15 @@ class EngineChoice(Computes):
     def placed(self, gpus: float, tokens: int) -> EngineChoice:
         """These settings for an actor with ``gpus``, and with room for episodes of so many tokens, unless they say otherwise."""
         return self
+
+    def beside(self, trainer: FsdpSettings) -> EngineChoice:
+        """These settings in a run with this trainer."""
+        return self
+
+    @property
+    def adapters(self) -> LoraSettings | None:
+        """Those that the engine gets alone at a weight sync. None: it gets whole weights, into which they are merged."""
+        return None
 
 
 class TransformersEngineSettings(EngineChoice, ComputesOnCpu):
@@ -81,6 +111,8 @@ class TransformersEngineSettings(EngineChoice, ComputesOnCpu):
 
 MOST = 0.9
 """Share of a GPU for vLLM's weights and cache."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes as ``max_lora_rank``."""
 LITTLE = 0.01
 """The same with ``kv_cache_memory_bytes``, which sets the cache's size: vLLM only checks at its start that this share is free."""
 
@@ -99,10 +131,17 @@ class VllmEngineSettings(EngineChoice):
     ``kv_cache_memory_bytes``: size of the cache per GPU, which then decides alone; set it on CPU and on a shared GPU.
     ``tensor_parallel_size``: by default the actor's ``num_gpus``. ``max_model_len``: by default ``environment.episode.max_tokens``.
     ``enforce_eager: true``: no compilation and no CUDA graphs; it starts in seconds, and decodes more slowly.
+    ``enable_sleep_mode: true``: it has the GPU in turns with the policy, each in main memory while the other computes.
     ``return_sampling_mask: true`` (vLLM's Model Runner V2): less work for ``top_p`` and ``top_k``; greedy log-probs are 0."""
 
     _gpus: float = PrivateAttr(0.0)
     _tokens: int | None = PrivateAttr(None)
+    _adapters: LoraSettings | None = PrivateAttr(None)
+
+    @property
+    def sleep(self) -> Level | None:
+        """Without weights: each step's sync brings all."""
+        return "level2" if self.extra.get("enable_sleep_mode") else None
 
     @property
     def tensor_parallel(self) -> int:
@@ -113,6 +152,11 @@ class VllmEngineSettings(EngineChoice):
     def pipeline_parallel(self) -> int:
         """Stages of the pipeline."""
         return int(self.extra.get("pipeline_parallel_size", 1))
+
+    @property
+    def receivers(self) -> int:
+        """One per GPU."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def max_model_len(self) -> int | None:
@@ -144,7 +188,7 @@ class VllmEngineSettings(EngineChoice):
         """Its limit of tokens, and its GPUs."""
         if self.max_model_len is not None and self.max_model_len < room:
             yield f"rollout.engine.extra: max_model_len ({self.max_model_len}) is below environment.episode.max_tokens ({room})"
-        wanted = self.placed(gpus, room).tensor_parallel * self.pipeline_parallel
+        wanted = self.placed(gpus, room).receivers
         if gpus and gpus != wanted and max(gpus, wanted) > 1:
             yield (
                 f"rollout.engine.extra: tensor_parallel_size x pipeline_parallel_size is {wanted} and rollout.placement.num_gpus "
@@ -157,6 +201,18 @@ class VllmEngineSettings(EngineChoice):
         made = self.model_copy()
         made._gpus, made._tokens = gpus, tokens
         return made
+
+    def beside(self, trainer: FsdpSettings) -> VllmEngineSettings:
+        """Adapters of the language model go to vLLM alone, unless ``extra`` has ``enable_lora: false`` or a quantised model."""
+        made, lora = self.model_copy(), None if trainer.trains_vision else trainer.lora
+        fits = lora is not None and lora.rank <= VLLM_RANKS[-1] and "quantization" not in self.extra
+        made._adapters = lora if fits and self.extra.get("enable_lora", True) else None
+        return made
+
+    @property
+    def adapters(self) -> LoraSettings | None:
+        """What ``beside`` found."""
+        return self._adapters
 
 
 _VLLM_ARGUMENTS = {
@@ -173,14 +229,25 @@ _NUMBERS: dict[str, type | tuple[type, ...]] = {
 
 class SglangEngineSettings(EngineChoice):
     """Generation with SGLang on GPUs, from an environment of its own (constraints-sglang.txt). Never exercised
-    (docs/engines.md)."""
+    there (docs/engines.md)."""
 
     implementation = "rayloop.engines.generation.sglang:SglangEngine"
     starts_slowly = True
     kind: Literal["sglang"] = "sglang"
     extra: dict[str, Any] = {}
     """Further arguments of ``sglang.Engine`` (``tp_size``, ``mem_fraction_static``, ``context_length``, ...): its own defaults
-    where they suit. Leave 2 GiB of the GPU beside ``mem_fraction_static``: synced weights pass through them."""
+    where they suit. ``enable_memory_saver: true``: it has the GPU in turns with the policy. Leave 3 GiB of the GPU beside
+    ``mem_fraction_static``: synced weights pass through them."""
+
+    @property
+    def sleep(self) -> Level | None:
+        """With its weights in main memory."""
+        return "level1" if self.extra.get("enable_memory_saver") else None
+
+    @property
+    def receivers(self) -> int:
+        """The answer to a weight update does not wait for further stages of a pipeline."""
+        return int(self.extra.get("tp_size", 1)) if self.extra.get("pp_size", 1) == 1 else 0
 
     def problems(self, gpus: float, room: int) -> Iterator[str]:
         """Its GPUs, which lie in one node: synced tensors are opened there from the memory of the first."""
@@ -207,9 +274,8 @@ class OpenAiHttpEngineSettings(EngineChoice):
     """With the version, for example http://host:8000/v1, reachable from the nodes of the rollout actors. Of several servers of one
     model a group of episodes keeps to one; where that refuses connections, the next is asked."""
     model: str
-    """The model's name at the server, as in its /v1/models."""
-    api_key_env: str | None = None
-    """Environment variable that holds the key, on the nodes of the rollout actors. None: the server wants no key."""
+    """The model's name at the server, as in its /v1/models. A server that wants a key gets that of the variable
+    ``OPENAI_API_KEY`` on the nodes of the rollout actors."""
     dtype: Dtype = "bfloat16"
     """What the server computes in: decides how far its log-probs may be from the trainer's (``weight_sync.logprob_check``)."""
     interface: Literal["chat", "tokens"] = "chat"
@@ -254,6 +320,11 @@ class OwnEngine(EngineChoice):
     component: Component
 
     @property
+    def sleep(self) -> Level | None:
+        """As ``with`` says."""
+        return self.component.with_.get("sleep")
+
+    @property
     def label(self) -> str:
         """Where it is."""
         return self.component.use
@@ -268,109 +339,6 @@ GenerationSettings = Annotated[
     by_kind("transformers"),
 ]
 """An engine of your own is named by where it is: ``{use: package.module:Class, with: {...}}``."""
-
-
-class OptimizerSettings(SettingsModel):
-    """Learning rate, its schedule and AdamW. A step has ``update.epochs`` * ``update.mini_batches`` optimizer updates."""
-
-    kind: ClassVar[Literal["adamw", "sgd"]] = "adamw"
-    """sgd keeps no state: for comparing gradients, in a class derived from this one."""
-    lr: float = Field(1e-6, gt=0)
-    """Learning rate. The default suits full training of models with billions of parameters; small models and LoRA need more
-    (docs/choosing_settings.md)."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's decay of the gradient's mean and of its square. A second one of 0.95 forgets faster: for short runs."""
-    eps: ClassVar[float] = 1e-8
-    """AdamW's term against a division by 0, PyTorch's default."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Pulls weights to 0; with LoRA, the adapter. Seldom needed in short runs."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps of the run over which the learning rate grows linearly to lr, with each of their updates. Some, when the first updates
-    are large."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up. linear and cosine fall to 0 over the run (linear: the default of transformers and TRL); wsd (warm-up,
-    stable, decay): constant, then linear to 0 over the last 0.3. Keep constant while you do not know how long a run will be."""
-    grad_clip: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global norm. Lower it when single steps (``actor/grad_norm``) throw the policy off."""
-
-    _updates: int | None = PrivateAttr(None)
-
-    @property
-    def total_updates(self) -> int | None:
-        """Length of the schedule in optimizer updates, warm-up included; None: the schedule stays constant."""
-        return self._updates
-
-    def over(self, steps: int, updates: int = 1) -> OptimizerSettings:
-        """The same with a schedule that ends after ``steps`` steps of ``updates`` each; its ``warmup_steps`` are updates."""
-        made = self.model_copy(update={"warmup_steps": self.warmup_steps * updates})
-        made._updates = steps * updates
-        return made
-
-
-class LoraSettings(SettingsModel):
-    """Train low-rank adapters instead of the model (peft)."""
-
-    rank: int = Field(8, gt=0)
-    """Size of the adapters. More can express more, and costs memory (docs/choosing_settings.md)."""
-    alpha: float = Field(16.0, gt=0)
-    """The adapters' output is scaled by alpha / rank: scale both together, or the effective learning rate changes."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of the adapters' inputs that an update leaves out, to repeat a published run; log-probs are computed without. The
-    updated policy is then not quite the sampled one, which the log-prob mismatch of the loss shows; ``alarms.logprobs`` compares
-    fresh episodes instead."""
-    targets: ClassVar[tuple[str, ...]] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Names of the linear layers that get an adapter: all of a layer, as all models that can be trained here name them."""
-
-
-MICRO_BATCH = 16_384
-"""Tokens of a micro-batch where the settings name none."""
-LOGPROB_CHUNK = 2048
-"""With 152,000 tokens their logits take 6 to 10 GB at the peak (docs/gpu.md); more positions were no faster on a CPU."""
-COLLECTIVE_TIMEOUT = 1800.0
-"""Seconds after which a collective fails instead of hanging: torch's own limit for gloo, enough for ranks that load a large model
-from a slow disk. A rank that dies is noticed at once by Ray, and ``policy.step_timeout`` bounds everything else."""
-
-
-class FsdpSettings(ComputesOnCpu):
-    """Training with PyTorch FSDP2: gloo on CPU, NCCL on GPU, the same code."""
-
-    micro_batch_tokens: int | None = Field(None, gt=0)
-    """Tokens per forward and backward, of trajectories packed into one row without padding. None: 16,384; on a CPU a lower power of
-    two, down to 1,024, when their activations would take more than a quarter of the memory of the machine where the run is started.
-    Lower it when memory runs out; a longer trajectory is alone in one, so 1 packs nothing, to compare with."""
-    gradient_checkpointing: bool | None = None
-    """Compute activations again in the backward pass: less memory, more time. None: on a GPU, whose memory is what runs out first
-    (7B at 16,384 tokens keeps some 100 GB otherwise). Set false there for small models, true on a CPU that runs out."""
-    cpu_offload: bool = False
-    """Keep weights and optimizer states in CPU memory: when they do not fit the GPUs; slow."""
-    train_vision: bool | None = None
-    """Train the vision tower too; with LoRA: adapt its layers. None: in full training, not with LoRA. false leaves it as it is:
-    less memory, and it cannot forget; true when the images are unlike what the model knows."""
-    lora: LoraSettings | None = None
-
-    @property
-    def trains_vision(self) -> bool:
-        """Whether the vision tower is trained, or adapted."""
-        return self.lora is None if self.train_vision is None else self.train_vision
-
-    @property
-    def drops_out(self) -> bool:
-        """Whether an update computes with dropout."""
-        return self.lora is not None and self.lora.dropout > 0
-
-    @property
-    def logprob_chunk(self) -> int:
-        """Positions whose logits exist at the same time: a tensor [T, vocabulary] is never held. Less for tiny micro-batches."""
-        return min(LOGPROB_CHUNK, 4 * self.micro_batch)
-
-    @property
-    def micro_batch(self) -> int:
-        """Tokens of a micro-batch."""
-        return self.micro_batch_tokens or MICRO_BATCH
-
-    def recomputes(self, on_gpu: bool) -> bool:
-        """Whether activations are computed again in the backward pass."""
-        return on_gpu if self.gradient_checkpointing is None else self.gradient_checkpointing
 
 
 @dataclass(frozen=True, slots=True)

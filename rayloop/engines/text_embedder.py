@@ -1,7 +1,5 @@
 """A sentence embedder in the process that asks for it, such as all-MiniLM-L6-v2, for rewards without a server. It loads torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +25,7 @@ class TextEmbedder:
         threads: int = Field(1, ge=1)
         """Threads of torch on the CPU. Raise it where the reward is waited for."""
 
-    def __init__(self, settings: TextEmbedder.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         folder = resolve(settings.model, weights=True, key="reward.source.with.embedder.with.model").folder
         if settings.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError(f"embedder device {settings.device}: this process sees no GPU; set device: cpu, or give it a share")
@@ -66,7 +64,6 @@ def _longest(folder: Path, positions: int) -> int:
     if not file.is_file():
         return positions
     try:
-        own = json.loads(file.read_text(encoding="utf-8")).get("max_seq_length")
-        return min(int(own or positions), positions)
+        return min(int(json.loads(file.read_text(encoding="utf-8")).get("max_seq_length") or positions), positions)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"embedder model: {file} cannot be read: {error}") from error

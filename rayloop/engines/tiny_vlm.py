@@ -27,25 +27,7 @@ SPECIAL_TOKENS = (
 )  # fmt: skip
 """Qwen2.5-VL's special tokens, in its order."""
 
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- elif part['type'] == 'text' -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}"""
+CHAT_TEMPLATE = Path(__file__).with_name("tiny_chat.jinja").read_text(encoding="utf-8")
 """ChatML as in Qwen2.5-VL, without its default system message."""
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -79,16 +61,9 @@ class TinySizes:
 
 
 def write_tiny_vlm(
-    folder: str | Path,
-    texts: Iterable[str],
-    *,
-    vision: bool = True,
-    seed: int = 0,
-    extra_tokens: Sequence[str] = (),
-    image_mean: Sequence[float] = CLIP_MEAN,
-    image_std: Sequence[float] = CLIP_STD,
-    **sizes: Any,
-) -> Path:
+    folder: str | Path, texts: Iterable[str], *, vision: bool = True, seed: int = 0, extra_tokens: Sequence[str] = (),
+    image_mean: Sequence[float] = CLIP_MEAN, image_std: Sequence[float] = CLIP_STD, **sizes: Any,
+) -> Path:  # fmt: skip
     """Write a model folder and return its path. Equal arguments give equal files. ``texts`` train the tokenizer; ``extra_tokens``
     become one token each; ``image_mean`` and ``image_std`` (red, green, blue, 0..1) normalise pixels; ``sizes`` are fields of
     ``TinySizes``; ``vision=False`` writes a text-only Qwen2ForCausalLM. Raises TypeError for an unknown size."""

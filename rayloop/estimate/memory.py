@@ -9,6 +9,7 @@ import psutil
 
 from rayloop.core.failures import ConfigError
 from rayloop.engines.settings import MICRO_BATCH, FsdpSettings, TransformersEngineSettings, VllmEngineSettings
+from rayloop.engines.training_settings import LONG
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.limits import memory_limit
 from rayloop.run.config import RunConfig
@@ -21,7 +22,7 @@ LIGHT, HEAVY = 180 * 2**20, 700 * 2**20
 PATCHES = 4
 """Patches of the vision tower for one image token, in Qwen-VL."""
 LOGITS = 5
-"""Copies of a chunk's logits in float32 that exist at once: themselves, masked, their log-softmax, its gradient and theirs."""
+"""Copies of a chunk's logits in float32 that exist at once on a CPU, by measurement; on a GPU one less (tests/gpu_fake)."""
 ACTIVATIONS, LEAST = 4, 1024
 """The activations of a micro-batch without a configured size get 1/ACTIVATIONS of a CPU's memory, and LEAST tokens or more."""
 SYNCS = 3
@@ -46,6 +47,8 @@ class RoleMemory:
     parts: Mapping[str, int] = field(default_factory=dict)
     spare: int = 0
     """Of ``parts`` what an engine of vLLM can do without, decoding fewer sequences together."""
+    sleeps: bool = False
+    """Whether its parts leave the GPU while others of this kind compute."""
 
     @property
     def needed(self) -> float:
@@ -61,8 +64,7 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a trajectory: read, written, and those of ``prompt`` that stand for images; ``held_out``: tokens of an
-    evaluation's, where they are more."""
+    """Tokens of a trajectory: read, written, those of ``prompt`` that are images'; ``held_out``: an evaluation's, if more."""
 
     prompt: int
     response: int
@@ -85,7 +87,8 @@ def on_card(role: RoleMemory, roles: Sequence[RoleMemory]) -> float:
     one. Otherwise the role is taken to have no more than its share."""
     shares = [one for one in roles if 0 < one.gpus < 1]
     if role in shares and sum(one.count * one.gpus for one in shares) <= 1:
-        return sum(one.count * one.needed for one in shares)
+        turns = [one.count * one.needed for one in shares if one.sleeps]
+        return sum(one.count * one.needed for one in shares if not one.sleeps) + max(turns, default=0.0)
     return role.needed / min(role.gpus, 1.0)
 
 
@@ -98,10 +101,11 @@ def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory
     """One entry for each role, for trajectories of these lengths. On GPUs the parts but ``HOST`` lie there. Leave a fifth free
     for fragmentation, communication and compiled graphs, which are not counted."""
     policy, rollout, environment, reward = config.policy, config.rollout, config.environment, config.reward
+    sleeps = config.engine.sleep is not None
     roles = [
         RoleMemory("driver", 1, 0, {"process": LIGHT}),
-        RoleMemory("policy", policy.ranks, policy.placement.num_gpus, _rank(config, shape, lengths)),
-        RoleMemory("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.longest)),
+        RoleMemory("policy", policy.ranks, policy.placement.num_gpus, _rank(config, shape, lengths), sleeps=sleeps),
+        RoleMemory("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.longest), sleeps),
         RoleMemory("environment", environment.actors, environment.placement.num_gpus, {"process": LIGHT}),
         RoleMemory("reward", reward.actors, reward.placement.num_gpus, {"process": LIGHT}),
     ]
@@ -123,25 +127,23 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
     """Bytes of one rank: its part of weights, gradients and moments (FSDP), and the activations of its micro-batch. Members of a
     group share their prompt in a micro-batch, unless an episode has several turns with observations of their own."""
     engine, ranks, algorithm = config.policy.engine, config.policy.ranks, config.algorithm
-    trained = shape.trained(engine)
+    trained, shards = shape.trained(engine), ranks // engine.replicas
     copies = algorithm.group_size if config.environment.episode.max_turns > 1 else 1
     group = lengths.prompt * copies + algorithm.group_size * lengths.response
     update = math.ceil(algorithm.groups_per_step * group / ranks / config.policy.update.mini_batches)
-    row = max(min(engine.micro_batch, update), lengths.whole)
+    row = max(min(engine.micro_batch, update), math.ceil(lengths.whole / engine.sequence_parallel))
+    on_gpu = config.policy.placement.num_gpus > 0
+    images, keys = row * copies * lengths.images // group, row * algorithm.group_size * lengths.whole // group
+    kept, layer = _kept(engine, on_gpu, shape, row, keys, images)
+    logits = (LOGITS - on_gpu) * 4 * min(engine.logprob_chunk, row) * int(shape.config["vocab_size"])
     return {
         "process": HEAVY,
-        "weights": MASTER * (shape.parameters + (trained if engine.lora else 0)) // ranks,
-        "gradients": MASTER * trained // ranks,
-        "optimizer": ADAM * trained // ranks,
-        "activations": activations(
-            engine,
-            config.policy.placement.num_gpus > 0,
-            shape,
-            row,
-            row * algorithm.group_size * lengths.whole // group,
-            row * copies * lengths.images // group,
-        ),
-        "logits": LOGITS * 4 * min(engine.logprob_chunk, row) * int(shape.config["vocab_size"]),
+        "weights": MASTER * (shape.parameters + (trained if engine.lora else 0)) // shards,
+        "gradients": MASTER * trained // shards,
+        "optimizer": ADAM * trained // shards,
+        "gathered": shape.gathered(BYTES[engine.dtype], MASTER, engine.lora is None) if on_gpu else 0,
+        "activations": kept + layer,
+        "logits": max(0, logits - layer) if on_gpu and engine.recomputes(on_gpu) else logits,
         "weight_sync": _update(config, shape),
     }
 
@@ -149,9 +151,7 @@ def _rank(config: RunConfig, shape: Shape, lengths: Lengths) -> dict[str, int]:
 def _update(config: RunConfig, shape: Shape) -> int:
     """Of the object store's pages the share of the rank that sends, and of each engine."""
     engine = config.engine
-    if not engine.holds_model:
-        return 0
-    return SYNCS * shape.parameters * BYTES[engine.dtype] // (1 + config.rollout.actors)
+    return SYNCS * shape.parameters * BYTES[engine.dtype] // (1 + config.rollout.actors) if engine.holds_model else 0
 
 
 def fitted(engine: FsdpSettings, shape: Shape, ranks: int, on_gpu: bool, machine: int | None = None) -> FsdpSettings:
@@ -182,26 +182,37 @@ def with_micro_batch(config: RunConfig) -> RunConfig:
 
 
 def activations(engine: FsdpSettings, on_gpu: bool, shape: Shape, tokens: int, keys: int, images: int) -> int:
-    """Bytes that a forward pass over ``tokens`` keeps for the backward pass, ``images`` of them for images, and its gradients.
+    """Bytes that a forward pass over ``tokens`` keeps for the backward pass, ``images`` of them for images, and its gradients."""
+    return sum(_kept(engine, on_gpu, shape, tokens, keys, images))
+
+
+def _kept(engine: FsdpSettings, on_gpu: bool, shape: Shape, tokens: int, keys: int, images: int) -> tuple[int, int]:
+    """The ``activations`` that are kept, and those of the layer whose backward pass runs, which begins when the logits are gone.
 
     For each layer and token 8 hidden vectors (inputs and outputs of the norms, queries, attention and its projection, residuals),
     keys and values, and 4 vectors of the MLP's width (after Korthikanti et al., 2022, with a gated MLP, and attention that keeps no
     matrix). Besides, the key and value of each of ``keys``: every member of a group reads its own copy of the prompt's. One more
-    layer for the gradients on their way. With checkpointing one hidden vector per layer, one whole layer and its gradients. A
-    frozen tower keeps nothing, another one its pixels, too; it is computed again when the language model's layers are done.
+    layer for the gradients on their way. With checkpointing one hidden vector per layer, and a layer with its gradients: 24 hidden
+    vectors (norms are float32), 6 of the MLP's width unless it is tiled, and of ``keys`` that are shared one copy for each head
+    (fitted to tests/gpu_fake). A frozen tower keeps nothing, another one its pixels and its merger's activations, too; it is
+    computed again when the language model's layers are done.
     """
     each, again = BYTES[engine.dtype], engine.recomputes(on_gpu)
     hidden, layers = int(shape.config["hidden_size"]), int(shape.config["num_hidden_layers"])
     cache = shape.cache // layers
     one = tokens * (8 * hidden + cache + 4 * int(shape.config["intermediate_size"])) + keys * cache
-    kept, block = (tokens * layers * hidden, 2 * one) if again else (layers * one, one)
+    kept, block = layers * one, one
+    if again:
+        wide = 0 if tokens > LONG else 6 * int(shape.config["intermediate_size"])
+        kept, block = tokens * layers * hidden, tokens * (24 * hidden + wide) + (2 * hidden * keys if keys > tokens else 0)
     if shape.vision and engine.trains_vision:
         hidden = int(shape.vision.get("hidden_size", 0))
         layers = int(shape.vision.get("depth") or shape.vision.get("num_hidden_layers", 0))
         one = 10 * hidden + 4 * int(shape.vision.get("intermediate_size", 0))
-        kept += PATCHES * images * (layers * (hidden if again else one) + _pixels(shape.vision))
+        kept += PATCHES * images * (layers * (hidden if again else one) + _pixels(shape.vision) * (2 if again else 1))
+        kept += PATCHES * images * 6 * hidden if again else 0
         block = max(block, PATCHES * images * one if again else 0)
-    return (kept + block) * each
+    return kept * each, block * each
 
 
 def _pixels(vision: Mapping[str, Any]) -> int:

@@ -112,14 +112,22 @@ def _bound(config: RunConfig) -> tuple[int, int]:
     episode = config.environment.episode
     most = min(episode.max_tokens, episode.max_response_tokens or episode.max_tokens)
     response = min(episode.max_turns * config.rollout.sampling.max_tokens, most)
-    return episode.max_tokens - response if episode.max_turns > 1 else episode.max_prompt_tokens, response
+    if episode.max_turns == 1:
+        return episode.max_prompt_tokens, response
+    prompt = max(episode.max_tokens - response, min(_images(config), episode.max_tokens // 2))
+    return prompt, episode.max_tokens - prompt
+
+
+def _images(config: RunConfig) -> int:
+    """Tokens of an episode's images, as many and as large as they may be."""
+    episode = config.environment.episode
+    return min(episode.max_images, episode.max_turns) * config.model.max_pixels // FACTOR**2
 
 
 def lengths(config: RunConfig, made: Plan) -> Lengths:
     """The plan's tokens of a trajectory, its images as large as they may be."""
-    episode, prompt = config.environment.episode, round(made.prompt)
-    images = min(episode.max_images, episode.max_turns) * config.model.max_pixels // FACTOR**2
-    return Lengths(prompt, round(made.response), min(images, prompt), made.held_out)
+    prompt = round(made.prompt)
+    return Lengths(prompt, round(made.response), min(_images(config), prompt), made.held_out)
 
 
 def count(path: str) -> int | None:

@@ -51,6 +51,20 @@ class Shape:
         )
         return sum(lora.rank * sum(size) for size in adapted)
 
+    def gathered(self, each: int, master: int, trained: bool) -> int:
+        """Bytes that FSDP has whole at once, ``each`` and ``master`` for a number: the head and what is in no unit, one layer, and
+        if ``trained`` the gradients of the head and, in ``master``, of the layer. A head that is no embedding is gone when the
+        layers' gradients come, but for its own in ``master``, which are then reduced."""
+        layered = sum(math.prod(size) for name, size in self.tensors.items() if ".layers." in name or ".blocks." in name)
+        text = sum(math.prod(size) for name, size in self.tensors.items() if ".layers." in name and not _of_vision(name))
+        layer, root = text // int(self.config["num_hidden_layers"]), self.parameters - layered
+        head = int(self.config["vocab_size"]) * int(self.config["hidden_size"])
+        untied = any(name.endswith("lm_head.weight") for name in self.tensors)
+        root -= head * untied
+        if trained and untied:
+            return each * (root - head + layer) + master * head
+        return each * (root + layer) + (each * min(head, root) + master * layer if trained else 0)
+
     @property
     def cache(self) -> int:
         """Numbers that one token needs in the cache of keys and values."""
@@ -64,8 +78,7 @@ def _of_vision(name: str) -> bool:
 
 
 def read_shape(model: str, revision: str | None = None, key: str = "model.path") -> Shape:
-    """Of a local folder, or of a model of the Hub, of whose weights the headers alone are downloaded. Raises ConfigError that names
-    ``key``."""
+    """Of a local folder, or a model of the Hub: only the weights' headers are downloaded. Raises ConfigError that names ``key``."""
     found = resolve(model, revision, key=key)
     if not (found.folder / "config.json").is_file():
         raise ConfigError(f"{key}: {model} has no config.json")
@@ -87,8 +100,7 @@ def read_shape(model: str, revision: str | None = None, key: str = "model.path")
 
 
 def _shape(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Shape:
-    text = config.get("text_config") or config
-    return Shape(tensors, text, config.get("vision_config") or {})
+    return Shape(tensors, config.get("text_config") or config, config.get("vision_config") or {})
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:

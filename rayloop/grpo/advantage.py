@@ -26,9 +26,8 @@ class Advantage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """``values`` in the order of the rewards. ``mean`` and ``std`` (unbiased, whatever the divisor was) are those of the
-    rewards, or of ``score != 0`` with the binarised baseline; groups are ranked by this std. A lone sample has
-    mean 0 and std 1, as in verl."""
+    """``values`` in the order of the rewards. ``mean`` and unbiased ``std``, by which groups are ranked, are those of the rewards,
+    or of ``score != 0`` with the binarised baseline. A lone sample has mean 0 and std 1, as in verl."""
 
     values: tuple[float, ...]
     mean: float
@@ -40,10 +39,8 @@ def advantages(rewards: Sequence[float], settings: AdvantageSettings) -> Advanta
 
     ``r - mean`` over n members is (n - 1) / n times the leave-one-out advantage of RLOO (arXiv:2402.14740). Sums are exact, so
     neither the order of the rewards nor their magnitude matters. Equal rewards (max - min <= tolerance) give exact zeros; not with
-    the binarised baseline, which rewards equal successes on purpose, and does not divide by a spread of 0.
-    Raises ValueError for no rewards, for a reward that is not finite and for an advantage too large for a float;
-    ConfigError for a lone sample under ``singleton: error``.
-    """
+    the binarised baseline, which rewards equal successes and does not divide by 0. Raises ValueError for no rewards, for a reward
+    that is not finite and for an advantage too large for a float; ConfigError for a lone sample under ``singleton: error``."""
     scores = [float(reward) for reward in rewards]
     if not scores:
         raise ValueError("no rewards: a group without scored members has no advantages")

@@ -60,8 +60,7 @@ class BatchScaled:
 
 
 class Gdpo:
-    """GDPO (arXiv:2601.05242, equations 4 to 6): each component of the reward is normalised in its group, their weighted sum
-    over the step."""
+    """GDPO (arXiv:2601.05242, equations 4 to 6): each component is normalised in its group, their weighted sum over the step."""
 
     class Settings(SettingsModel):
         """Keys of ``with``."""
@@ -100,8 +99,7 @@ class MaxRl:
 
 class TurnReturns:
     """Each turn's discounted return ``sum of gamma^(k - t) * r_k over k >= t``, minus the mean and over the deviation of all turns
-    of the group. ``r_k`` is the environment's reward of turn k; the last turn also has what the trajectory's reward is above their
-    sum."""
+    of the group. ``r_k`` is the environment's reward of turn k; the last turn also has the rest of the trajectory's reward."""
 
     class Settings(SettingsModel):
         """Keys of ``with``."""

@@ -1,6 +1,5 @@
 """Alarms about slow failures: trajectories without a reward, excluded or flagged ones, log-prob mismatch, a collapsed policy
-(docs/algorithm.md, section 10). Fresh samples have the same log-probs in engine and trainer, unless a weight sync was lost or one
-of the two computes wrong values."""
+(docs/algorithm.md, section 10). Fresh samples have equal log-probs in engine and trainer, unless a weight sync was lost."""
 
 import math
 from collections import Counter, deque
@@ -40,11 +39,9 @@ class AlarmSettings(CollapseSettings):
     shares of groups are means of five steps."""
 
     unscored: Limit = Limit(warn=0.05)
-    """Trajectories without a reward, whatever the reason: not played, timed out, grader failed, payload lost. Lower ``warn``
-    when every one matters."""
+    """Trajectories without a reward: not played, timed out, grader failed, payload lost. Lower ``warn`` when every one matters."""
     excluded: Limit = Limit(warn=0.25)
-    """Trajectories left out of training for any such reason, or because too few of their group had a reward. Lower ``warn``
-    when every one matters."""
+    """Trajectories left out for such a reason, or since few of their group had a reward. Lower ``warn`` when every one matters."""
     flags: ClassVar[dict[str, Limit]] = FLAGS
     """By name of a flag, of the scored trajectories; ``*`` is for flags that are not named."""
     logprobs: Limit = Limit()
@@ -129,8 +126,7 @@ class Alarms:
             self._stop_if_all(raised, "answers to held-out rows")
 
     def lost(self, ids: Collection[TrajectoryId]) -> None:
-        """Count scored trajectories that were lost as excluded, from the next finished group on. Raises nothing: a
-        checkpoint may have found the loss."""
+        """Count lost scored trajectories as excluded, from the next finished group on. Raises nothing: a checkpoint may call it."""
         seen = (replace(s, excluded=True) if s.id in ids else s for s in self._seen)
         self._seen = deque(seen, maxlen=WINDOW)
 
@@ -145,8 +141,7 @@ class Alarms:
         self._raise_or_emit("collapse", self.collapse.step(metrics))
 
     def collapsed(self, learning_rate: float) -> str:
-        """For a run that ends because no group has a gradient: emits an alarm and returns a sentence on entropy and learning
-        rate, empty unless the policy has collapsed."""
+        """For a run that ends without gradients: emits an alarm and returns a sentence on entropy and learning rate, or ""."""
         why = self.collapse.cause(learning_rate)
         if why and "collapse entropy" not in self._active:
             self._emit(incidents.Alarm("entropy", why=why))

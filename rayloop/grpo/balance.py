@@ -1,12 +1,9 @@
 """Spreads the trajectories of one optimizer update over the ranks. Pure and deterministic; no torch. A rank computes the common
-prompt of its trajectories once: groups stay whole, and packed lengths are balanced (the prompt once, then the rest of each
-trajectory)."""
-
-from __future__ import annotations
+prompt of its trajectories once: groups stay whole, and packed lengths are balanced (the prompt once, then each one's rest)."""
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from rayloop.core.types import Summary
 
@@ -26,7 +23,7 @@ class MemberLength(NamedTuple):
     rest: int
 
     @classmethod
-    def of(cls, summary: Summary) -> MemberLength:
+    def of(cls, summary: Summary) -> Self:
         """Returns the lengths of a trajectory."""
         return cls(summary.prompt_tokens, summary.length - summary.prompt_tokens)
 

@@ -1,11 +1,9 @@
 """The trainer's input: a ``TrainSample`` is one trajectory ready to pack, a ``Batch`` is one packed micro-batch. A sampled token
 at position t is predicted by the hidden state at t - 1 of the same trajectory."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from rayloop.core.kept import Kept
 from rayloop.core.protocols import TrainItem
-from rayloop.core.types import STREAMS, FlatTrajectory, Sampling, Streams, TokenIds, Trajectory
+from rayloop.core.types import STREAMS, FlatTrajectory, Sampling, Streams, TokenIds, Trajectory, TrajectoryId
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +68,10 @@ class TrainSample:
         return int(self.token_ids.numel())
 
 
+ON_HOST = ("image_grid", "image_index", "image_places", "starts", "predict")
+"""Tensors of a ``Batch`` whose values decide what is computed: reading them from a GPU would wait for all that it has to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A micro-batch: S trajectories packed into one row of T tokens without padding. P patches of n distinct images. A trajectory
@@ -80,6 +82,8 @@ class Batch:
     pixel_values: Tensor | None  # [P, D] float32
     image_grid: Tensor | None  # [n, 3] int64
     image_index: Tensor | None  # [m] int64, m >= n: which distinct image the k-th image of the row is
+    image_places: Tensor | None  # [i] int64, index into T: its image tokens, ascending
+    starts: Tensor  # [1, T] int64: row 0 of position_ids
     predict: Tensor  # [N] int64, index into T
     targets: Tensor  # [N] int64
     segment: Tensor  # [N] int64, which of the S trajectories; ascending
@@ -99,12 +103,13 @@ class Batch:
     end_tokens: Tensor  # [e] int64; none where no token has ``ban_end``
     kept: Tensor | None  # [N, k] int32, the tokens that could be sampled (with repetitions, -1: all); None: all everywhere
 
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch with every tensor on ``device``."""
+    def to(self, device: torch.device | str) -> "Batch":
+        """The same batch on ``device``, for which nothing waits. What the host reads stays on the CPU (``ON_HOST``)."""
         moved: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             tensor = getattr(self, field.name)
-            moved[field.name] = None if tensor is None else tensor.to(device)
+            stays = tensor is None or field.name in ON_HOST
+            moved[field.name] = tensor if stays else tensor.to(device, non_blocking=True)
         return Batch(**moved)
 
 
@@ -207,6 +212,25 @@ def by_segment(
     segments = [trajectory.segments for trajectory in trajectories]
     scored = iter(score([segment for parts in segments for segment in parts]))
     return [np.concatenate([next(scored) for _ in parts]) for parts in segments]
+
+
+TurnGaps = tuple[tuple[float, float] | None, ...]
+"""Of each sampled turn, mean and largest |difference| of the engine's and the trainer's log-probs; None where none was computed."""
+
+
+def turn_gaps(
+    mini_batches: Sequence[Sequence[TrainItem]], samples: Sequence[Sequence[TrainSample]], differences: Mapping[int, Tensor]
+) -> dict[TrajectoryId, TurnGaps]:
+    """By trajectory, from the |differences| [N] on the CPU by the ``id`` of each sample. ``mini_batches`` as ``segmented``."""
+    found, known = dict[TrajectoryId, TurnGaps](), set[int]()
+    for item, sample in zip(itertools.chain(*mini_batches), itertools.chain(*samples), strict=True):
+        if id(item.trajectory) not in known:  # once in several epochs
+            known.add(id(item.trajectory))
+            lengths, gaps = [len(turn.token_ids) for turn in item.trajectory.sampled_turns], differences.get(id(sample))
+            parts = [None] * len(lengths) if gaps is None else gaps.split(lengths)
+            turns = (None if part is None or not len(part) else (float(part.mean()), float(part.max())) for part in parts)
+            found[item.trajectory.id] = (*found.get(item.trajectory.id, ()), *turns)
+    return found
 
 
 def _parts(item: TrainItem, segments: Sequence[Trajectory]) -> list[TrainItem]:

@@ -1,10 +1,9 @@
 """Alarms about a policy that collapses: its entropy or its answers shrink, or the rewards of its groups become equal."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import mean
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -20,7 +19,7 @@ class Limit(SettingsModel):
     """Beyond this the run ends with exit code 1. Set it for unattended runs."""
 
     @model_validator(mode="after")
-    def _order(self) -> Limit:
+    def _order(self) -> Self:
         if self.warn is not None and self.stop is not None and self._beyond(self.warn, self.stop):
             side = "above" if isinstance(self, Floor) else "below"
             raise ValueError(f"stop ({self.stop:g}) is {side} warn ({self.warn:g}): the run would end before it warned")
@@ -70,19 +69,16 @@ class CollapseSettings(SettingsModel):
     """Entropy of the policy, as a share of what the run's first five steps had: near 0 all samples of a group are the same. Lower
     ``warn`` where answers are to become certain. Five steps without a gradient count as 0."""
     response_length: Floor = Floor(warn=0.6)
-    """Sampled tokens per answer, as a share of what the run's first five steps had. Lower ``warn`` where answers are to become
-    shorter."""
+    """Sampled tokens per answer, as a share of the run's first five steps'. Lower ``warn`` where answers should become shorter."""
     completed: Floor = Floor(warn=0.3)
     """Share of trajectories that the policy ended itself (``end_reason/done``), by an answer or its last action; the others ran out
     of turns or tokens, or broke off. Lower it for tasks that few attempts finish."""
     equal_groups: Limit = Limit(warn=0.9)
-    """Share of groups whose rewards are all equal, so that they have no gradient. Lower ``warn`` when generation is what costs
-    most."""
+    """Share of groups whose rewards are all equal: they have no gradient. Lower ``warn`` when generation costs most."""
     all_right: Limit = Limit(warn=0.8)
     """Share of groups of which every answer is right (reward 1 or above): the rows are too easy. Lower it to change rows sooner."""
     all_wrong: Limit = Limit(warn=0.8)
-    """Share of groups of which every answer is wrong (reward 0 or below): the rows are too hard. Raise it where successes are
-    rare by nature."""
+    """Share of groups of which every answer is wrong (reward 0 or below): the rows are too hard. Raise it where success is rare."""
 
 
 class Collapse:
@@ -116,8 +112,7 @@ class Collapse:
         return watched, getattr(self._settings, SETTINGS[name]), self._text(name, known)
 
     def cause(self, learning_rate: float) -> str:
-        """Returns a sentence on entropy and learning rate, for a run that ends because no group has a gradient; empty unless the
-        entropy has halved."""
+        """A sentence on entropy and learning rate, for a run that ends without gradients; empty unless the entropy has halved."""
         known = self._known(ENTROPY)
         if not known or self._share(ENTROPY, mean(known)) >= HALF:
             return ""

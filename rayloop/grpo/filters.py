@@ -1,5 +1,4 @@
-"""Filters, which take members out of groups: by ``kind``, with a line in ``FilterSettings`` each, or your own by ``use``. No
-torch."""
+"""Filters take members out of groups: by ``kind``, each with a line in ``FilterSettings``, or your own by ``use``. No torch."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
@@ -43,19 +42,16 @@ class EqualRewards(SettingsModel):
     """Group filter: rewards that are all equal teach nothing. Counted as all_right, all_wrong or all_equal."""
 
     kind: Literal["equal_rewards"] = "equal_rewards"
-    tolerance: float = Field(0.0, ge=0)
-    """Rewards count as equal when they differ by no more than this: above 0 for noisy graders."""
 
     def refused(self, group: Group) -> Mapping[int, str]:
         """All kept members, or none. A lone sample has nothing to be equal to, and stays."""
-        rewards = [member.reward for member in group.kept]
-        reason = equality(rewards, self.tolerance)
+        reason = equality([member.reward for member in group.kept])
         return {i: reason for i, member in enumerate(group.members) if member.kept} if reason else {}
 
 
-def equality(rewards: Sequence[float], tolerance: float = 0.0) -> str:
-    """all_right, all_wrong or all_equal when no two rewards differ by more than ``tolerance``; "" when some do."""
-    if len(rewards) < 2 or max(rewards) - min(rewards) > tolerance:
+def equality(rewards: Sequence[float]) -> str:
+    """all_right, all_wrong or all_equal when no two rewards differ; "" when some do."""
+    if len(rewards) < 2 or max(rewards) > min(rewards):
         return ""
     if min(rewards) >= RIGHT:
         return "all_right"

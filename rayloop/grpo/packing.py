@@ -52,7 +52,9 @@ def packed_length(group: Sequence[TrainSample]) -> int:
     return group[0].prompt_length + sum(sample.length - sample.prompt_length for sample in group)
 
 
-def pack(samples: Sequence[TrainSample], *, share_images: bool = False, share_prompts: bool = False) -> Batch:
+def pack(
+    samples: Sequence[TrainSample], *, share_images: bool = False, share_prompts: bool = False, image_token: int | None = None
+) -> Batch:
     """One row of all samples, in order; attention stays within a sample because row 0 of the position ids restarts at each.
     ``share_images``: an image of several samples (the same Future) is in the batch once. ``share_prompts``: a sample lacks its
     prompt if the sample before it has the same one, and starts at the position after it. Raises ValueError when the samples do not
@@ -68,19 +70,22 @@ def pack(samples: Sequence[TrainSample], *, share_images: bool = False, share_pr
     def per_token(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).repeat_interleave(torch.tensor(counts))
 
-    turn_position = torch.cat([s.turn_position for s in samples])
-    ban_end = turn_position < per_token([s.sampling.min_tokens for s in samples], torch.int64)
+    ban_end = torch.cat([s.turn_position for s in samples]) < per_token([s.sampling.min_tokens for s in samples], torch.int64)
     end_tokens = sampling.end_tokens if ban_end.any() else ()
     images = [pair for s in samples for pair in zip(s.pixels, s.grids, strict=True)]
     keys = [id(pixels) if share_images else i for i, (pixels, _) in enumerate(images)]
     distinct = dict(zip(keys, images, strict=True))
     order = {key: i for i, key in enumerate(distinct)}
+    token_ids = torch.cat([s.token_ids for s in samples])
+    position_ids = torch.cat([s.position_ids for s in samples], dim=1)
     return Batch(
-        token_ids=torch.cat([s.token_ids for s in samples])[None],
-        position_ids=torch.cat([s.position_ids for s in samples], dim=1)[:, None],
+        token_ids=token_ids[None],
+        position_ids=position_ids[:, None],
+        starts=position_ids[:1],
         pixel_values=torch.cat([pixels.result() for pixels, _ in distinct.values()]) if images else None,
         image_grid=torch.tensor([grid for _, grid in distinct.values()]) if images else None,
         image_index=torch.tensor([order[key] for key in keys]) if images else None,
+        image_places=(token_ids == image_token).nonzero()[:, 0] if images and image_token is not None else None,
         predict=torch.cat(_predict(samples)),
         targets=torch.cat([s.targets for s in samples]),
         segment=per_token(range(len(samples)), torch.int64),

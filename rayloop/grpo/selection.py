@@ -16,8 +16,7 @@ CUT = Status(TrajectoryState.SURPLUS, "cut")
 
 def apply_filters(group: Group, filters: Sequence[Filter]) -> Group:
     """Returns the group; every kept member that a filter refuses is ``filtered[reason]``, with the first filter's reason. All
-    filters see the members that were kept on entry. Raises ValueError for members without a reward or an advantage,
-    FilterBroken."""
+    filters see the members kept on entry. Raises ValueError for members without a reward or an advantage, FilterBroken."""
     reasons: dict[int, str] = {}
     for one in filters:
         reasons = {**one.refused(group), **reasons}

@@ -1,9 +1,7 @@
 """Settings of the algorithm, beside its code (docs/algorithm.md gives the sections). No torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -34,7 +32,7 @@ class AdvantageSettings(SettingsModel):
     """A control for evidence: each group's rewards are shuffled over its members first, so that there is nothing to learn."""
 
     @model_validator(mode="after")
-    def _singleton(self) -> AdvantageSettings:
+    def _singleton(self) -> Self:
         if self.min_group == 1 and self.singleton == "error":
             raise ValueError("min_group: 1 admits lone samples, which singleton: error refuses; set singleton: raw")
         return self
@@ -109,12 +107,11 @@ ADVANTAGE = Role(
 
 
 class FilteringSettings(SettingsModel):
-    """Section 4: oversample, filter, rank (dynamic sampling of DAPO, arXiv:2503.14476). A deliberate bias toward groups that
-    teach; it costs generated tokens."""
+    """Section 4: oversample, filter, rank (DAPO's dynamic sampling, arXiv:2503.14476): groups that teach, for generated tokens."""
 
     filters: Annotated[tuple[FilterSettings, ...], FILTER] = (EqualRewards(),)
     """What keeps a trajectory out of training; of several that refuse it, the first counts. A group may become partial. For
-    example ``filters: [{kind: equal_rewards, tolerance: 0.01}, {kind: max_length, tokens: 4096}, {use: "mine:few_turns"}]``;
+    example ``filters: [{kind: equal_rewards}, {kind: max_length, tokens: 4096}, {use: "mine:few_turns"}]``;
     ``filters: []`` trains everything. One's own: docs/bring_your_own/filter.md."""
     ranking: Literal["std", "fifo"] = "std"
     """std: groups with the largest reward spread first, ties in request order. fifo: first come, first trained. Where left-over
@@ -123,11 +120,9 @@ class FilteringSettings(SettingsModel):
     """Groups started per generation batch; None: as many as a step needs. Raise it to oversample: ranking then has more to
     choose from. With ``max_staleness`` > 0 it only sizes the budget: no more may start than the bound leaves room for."""
     max_generation_batches: int = Field(4, ge=1)
-    """How many generation batches a step may spend on refilling before it trains a smaller batch or stops. Raise it when few
-    groups survive the filters."""
+    """Generation batches that a step may spend before it trains a smaller batch or stops. Raise it when few groups survive."""
     min_fraction: float = Field(0.5, gt=0, le=1)
-    """Train a smaller batch when at least this share of the target survived; below it the run stops with the counts. Lower it
-    when small steps are better than none."""
+    """Train a smaller batch when this share of the target survived, else stop. Lower it when small steps are better than none."""
 
 
 class ReplaySettings(SettingsModel):
@@ -135,8 +130,7 @@ class ReplaySettings(SettingsModel):
 
     kind: Literal["none", "corrected", "on_policy"] = "none"
     """corrected: replay, with the weight of the policy that sampled it, for tasks so hard that whole groups fail again and again,
-    and whose environment gives a result. on_policy: the original, old log-probs recomputed and weight 1; only to reproduce
-    ARPO."""
+    and whose environment gives a result. on_policy: old log-probs recomputed and weight 1, only to reproduce ARPO."""
 
     @property
     def on(self) -> bool:

@@ -51,8 +51,7 @@ def began(group: Group) -> float:
 
 def open_slots(max_staleness: int, target: int, ready: int, in_flight: int, acceptance: float) -> int:
     """Returns how many more trajectories may start: ``(max_staleness + 1) * target - (ready + acceptance * in_flight)``, at least
-    0: ``target`` per step, ``ready`` survivors that wait, ``in_flight`` not yet filtered. Raises ValueError unless 0 < acceptance
-    <= 1."""
+    0: ``target`` per step, ``ready`` survivors, ``in_flight`` unfiltered. Raises ValueError unless 0 < acceptance <= 1."""
     if not 0 < acceptance <= 1:
         raise ValueError(f"an acceptance rate of {acceptance} does not bound what is in flight: it must be in (0, 1]")
     return max(0, (max_staleness + 1) * target - ready - math.ceil(in_flight * acceptance))

@@ -206,7 +206,6 @@ class FinishedGroups:
     def restore(self, state: Mapping[str, Any], own: Own, task: Callable[[str], Task]) -> None:
         """Go on where ``state`` was taken; ``own`` keeps what payloads it brings, ``task`` finds a row by its id."""
         self.groups = [group_from_plain(group, own, task) for group in state["groups"]]
-        stored = state["replay"].items()
-        self.buffer.restore({task: [member_from_plain(m, own) for m in members] for task, members in stored})
+        self.buffer.restore({task: [member_from_plain(m, own) for m in members] for task, members in state["replay"].items()})
         self.acceptance.restore(state["acceptance"])
         self._injected.clear()

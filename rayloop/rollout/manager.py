@@ -42,8 +42,7 @@ class RolloutManager:
         self._playing = GroupRollout(config, self._notify)
         self._taken = 0
         """Trajectories that a step has taken and that are not known to be trained: they fill the bound on staleness."""
-        self._collecting = False
-        self._stopping = False
+        self._collecting = self._stopping = False
         self._waiting: list[asyncio.Future[None]] = []
         self._last_commit: asyncio.Future[None] | None = None
 
@@ -134,8 +133,7 @@ class RolloutManager:
         return c.when_late == "wait" and self._playing.any_due(version, inherited)
 
     def _enough(self, owed: bool) -> bool:
-        """Whether to train now. What is ``owed`` is awaited; the budget is spent when nothing is in flight, also when every task is
-        quarantined."""
+        """Whether to train now. ``owed`` is awaited; the budget is spent with nothing in flight, or all tasks quarantined."""
         c, survivors, spent = self.config.algorithm, self.ready.survivors, self.scheduler.spent
         if not (survivors >= c.target and not owed) and (self.in_flight or self.scheduler.reissue or not spent):
             return False
@@ -151,8 +149,7 @@ class RolloutManager:
             raise
 
     def lose(self, ids: Collection[TrajectoryId]) -> None:
-        """The payloads of these scored trajectories are gone. Others replace them at no cost to the step's budget, up to its
-        size."""
+        """The payloads of these scored trajectories are gone. Others replace them beside the step's budget, up to its size."""
         self._reporter.event(incidents.PayloadLost(sorted(map(str, ids))))
         self.scheduler.make_up_for(self.finished.lose(ids))
         self.ready.lose(ids)

@@ -1,6 +1,5 @@
 """Group requests: which task starts next, under which number, and whether staleness, budget and engine caches leave room for it.
-With ``max_staleness: 0`` groups start in rounds, only while a step waits for them, so that nothing in flight survives a weight
-sync."""
+With ``max_staleness: 0`` groups start in rounds, only while a step waits for them: nothing in flight survives a weight sync."""
 
 import asyncio
 import math
@@ -52,8 +51,7 @@ def requests(config: RunConfig, task: Task, ids: Sequence[TrajectoryId], visit: 
 
 class GroupRollout:
     """Plays groups for the version that the engines serve. ``changed`` is called when an episode begins once more. Until an episode
-    ends, the version that began it is assumed to be the served one when it was let into the engines, which is that or an older
-    one."""
+    ends, the version that began it is assumed to be the one served when it was let into the engines: that or an older one."""
 
     def __init__(self, config: RunConfig, changed: Callable[[], None]) -> None:
         self.config, self._changed = config, changed
@@ -181,8 +179,7 @@ class GroupScheduler:
 
     def make_up_for(self, trajectories: int) -> None:
         """Groups that replace so many lost trajectories cost the step nothing, as often as its budget has groups."""
-        groups = math.ceil(trajectories / self.config.algorithm.group_size)
-        again = min(groups, self.budget - self._made_up_for)
+        again = min(math.ceil(trajectories / self.config.algorithm.group_size), self.budget - self._made_up_for)
         self._made_up_for += again
         self.issued_this_step -= again
 
@@ -247,12 +244,10 @@ GROWTH = 1.25
 
 
 class ConcurrencyLimit:
-    """How many episodes play at once: ``limit``, until an engine's cache is full and requests wait for it; then as many as it
-    holds."""
+    """How many episodes play at once: ``limit``, until an engine's cache is full and requests wait; then as many as it holds."""
 
     def __init__(self, limit: float = math.inf) -> None:
-        self.limit = limit
-        self.inside = 0
+        self.limit, self.inside = limit, 0
         self.metrics: dict[str, float] = {}
         """Of the engines' last answers."""
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 RAISING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""NCCL's constructor reads these. Without them PyTorch's watchdog ends the process of a broadcast that fails or is late, instead of
-raising an exception there."""
+"""NCCL's constructor reads these. Without them PyTorch's watchdog ends the process of a failed or late broadcast: no exception."""
 CONSTRUCTING = threading.Lock()
 LOOK = 0.05
 """Seconds between two checks of which members have joined."""
@@ -38,13 +37,11 @@ class Membership:
 
     def join(self, host: str, port: int, name: str, size: int) -> None:
         """Become one of ``size`` members of the group ``name``; the process that called ``serve`` is rank 0. Raises RuntimeError
-        when the others do not join in time, or the group is full. All wait at the store first: waiting in NCCL's constructor has no
-        deadline."""
+        when the others do not join in time, or the group is full. All wait at the store: NCCL's constructor has no deadline."""
         if self._group is not None and name == self._name:
             return
         self.leave()
-        server = self._server or dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
-        store = dist.PrefixStore(name, server)
+        store = dist.PrefixStore(name, self._server or dist.TCPStore(host, port, is_master=False, timeout=self._timeout))
         rank = 0 if self._server else store.add("joined", 1)
         if rank >= size:
             raise RuntimeError(f"{rank} receivers came to a meeting of {size - 1}")

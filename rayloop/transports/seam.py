@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
@@ -29,7 +30,8 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate(Generic[Source]):
-    """One version of the weights, ready to be loaded. In the driver ``source`` is an object reference, which Ray resolves."""
+    """One version of the weights, ready to be loaded. In the driver ``source`` is an object reference, which Ray resolves; what
+    ``Rollouts.keep`` gets may have a task that returns the update as ``source``."""
 
     manifest: Manifest
     source: Source
@@ -39,7 +41,11 @@ class WeightExporter(Protocol):
     """The policy's part of ``deliver``."""
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
-        """Gather the weights and ``pack`` them with the sender. Raises PolicyLost."""
+        """Gather the weights and ``pack`` them with the sender; after ``send`` of this version, what it has ``sent``. Raises
+        PolicyLost."""
+
+    async def send(self, version: Version, meeting: Any) -> None:
+        """Let the sender ``send`` the weights while they are gathered. Raises PolicyLost, BroadcastFailed."""
 
     def ask(self, method: Callable[Concatenate[Any, P], T], *args: P.args, **kwargs: P.kwargs) -> Awaitable[T]:
         """Call a method of the sender in the first rank: ``ask(MySender.method, ...)``. Raises what it raises, PolicyLost."""
@@ -70,6 +76,25 @@ class Sender(ABC, Generic[Source]):
     def pack(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightUpdate[Source]:
         """``tensors`` are whole, on any device. The driver owns the returned value. Raises WeightSyncError."""
 
+    def send(self, version: Version, weights: Iterable[tuple[str, Tensor]], meeting: Any) -> None:
+        """For ``WeightExporter.send``: ``weights`` are gathered while they are iterated, to their end in any case. Raises
+        BroadcastFailed."""
+        raise NotImplementedError
+
+    def sent(self) -> WeightUpdate[Source]:
+        """A copy of what was sent last."""
+        raise NotImplementedError
+
+
+@asynccontextmanager
+async def paused(engine: GenerationEngine) -> AsyncIterator[None]:
+    """The engine decodes nothing within, and goes on afterwards in any case."""
+    await engine.pause()
+    try:
+        yield
+    finally:
+        await engine.resume()
+
 
 class Receiver(ABC, Generic[Source]):
     """Runs in every rollout actor."""
@@ -82,11 +107,8 @@ class Receiver(ABC, Generic[Source]):
         """Unpack, pause the engine, load, and resume it in any case. Raises WeightSyncError. A transport that gives the weights to
         an engine's own processes overrides this, and unpacks nothing."""
         tensors = await asyncio.to_thread(self.unpack, manifest, source)
-        await engine.pause()
-        try:
+        async with paused(engine):
             await engine.load(manifest, tensors)
-        finally:
-            await engine.resume()
 
 
 class WeightTransport(ABC, Generic[Source]):

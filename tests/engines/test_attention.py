@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from rayloop.core.failures import ConfigError
 from rayloop.engines import attention
 from rayloop.engines.attention import GROUPED_SDPA, PLAIN_UP_TO, use_grouped_decoding
 from rayloop.engines.models import load_model
-from rayloop.engines.settings import ModelSettings
+from rayloop.engines.settings import FsdpSettings, ModelSettings
+from rayloop.engines.training.scorer import FrozenScorer
+from tests.engines.training import engine, mixed_items
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -38,7 +41,8 @@ def test_a_new_token_sees_what_it_saw_with_repeated_keys(tiny_text: Path, padded
 
 
 def test_only_sdpa_is_replaced(tiny_text: Path) -> None:
-    model = load_model(ModelSettings(path=str(tiny_text), attention="eager"))
+    model = load_model(ModelSettings(path=str(tiny_text)))
+    model.set_attn_implementation("eager")
     use_grouped_decoding(model)
     assert model.config._attn_implementation == "eager"
 
@@ -96,3 +100,37 @@ def test_short_sequences_in_bfloat16_are_plain_products(
     query, key, value = (torch.randn(1, heads, length, 8).to(dtype) for heads in (4, 2, 2))
     attention._packed_sdpa(Causal(), query, key, value, None, torch.arange(length)[None], scaling=8**-0.5)
     assert called == (["plain_attention"] if plain else ["sdpa_attention_forward"])
+
+
+ROW = torch.cat([torch.arange(begin, begin + many) for begin, many in ((0, 40), (0, 9), (9, 30), (9, 1), (0, 150), (100, 70))])
+"""Positions of samples alone and of two prompts that others continue."""
+
+
+@pytest.mark.parametrize("window", [None, 16])
+def test_flex_attention_sees_what_packed_sdpa_sees(window: int | None) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, len(ROW), 16) for heads in (4, 2, 2)]
+    options = {"scaling": 16**-0.5, "sliding_window": window}
+    expected, _ = attention._packed_sdpa(Causal(), *inputs, None, ROW[None], **options)
+    found, _ = attention._packed_flex(Causal(), *inputs, None, ROW[None], **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    inputs[2][0, :, 42] += 1.0
+    changed, _ = attention._packed_flex(Causal(), *inputs, None, ROW[None], **options)
+    seen = (changed - found).abs().amax((0, 2, 3)) > 1e-6
+    assert seen.nonzero()[:, 0].tolist() == [*range(42, 80)] if window is None else seen[42:58].any()
+    assert not seen[:42].any()
+    assert not seen[80:].any()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU it trains")
+def test_flex_attention_scores_as_sdpa_and_refuses_to_train_on_a_cpu(tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, played = ModelSettings(path=str(tiny_vlm)), [item.trajectory for item in mixed_items(tiny_vlm)]
+    found = [FrozenScorer(model, FsdpSettings(dtype="float32")).logprobs(played)]
+    monkeypatch.setenv("RAYLOOP_ATTENTION", "flex")
+    scorer = FrozenScorer(model, FsdpSettings(dtype="float32"))
+    found.append(scorer.logprobs(played))
+    for one, other in zip(*found, strict=True):
+        assert abs(one - other).max() < 1e-5
+    assert scorer._scorer.model.config.get_text_config()._attn_implementation == attention.PACKED_FLEX
+    with pytest.raises(ConfigError, match="RAYLOOP_ATTENTION: flex has no backward pass on a CPU"), engine(tiny_vlm):
+        pass

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -47,16 +48,17 @@ class Hall:
         self.failures = 0
 
     def sync_weights(
-        self, invited: Sequence[int], present: Sequence[int] | None = None, expected: Manifest | None = None, seed: int = 0
-    ) -> list[Any]:
+        self, invited: Sequence[int], present: Sequence[int] | None = None, weights: Iterator[tuple[str, Tensor]] | None = None,
+        seed: int = 0,
+    ) -> list[Any]:  # fmt: skip
         """What the sender (None) and each present receiver (tensors) returned or raised."""
-        packed = self.sender.pack(Version(0, seed), tensors(seed))
+        version = Version(0, seed)
         meeting = self.sender.invite(tuple(invited), self.failures)
         with ThreadPoolExecutor() as threads:
-            sending = threads.submit(self.sender.send, packed.manifest, packed.source, meeting)
+            sending = threads.submit(self.sender.send, version, weights or tensors(seed).items(), meeting)
             receiving = [
                 threads.submit(
-                    self.receivers.setdefault(serial, BroadcastReceiver(SETTINGS)).unpack, expected or packed.manifest, meeting
+                    self.receivers.setdefault(serial, BroadcastReceiver(SETTINGS)).unpack, Manifest(version, {}), meeting
                 )
                 for serial in (invited if present is None else present)
             ]
@@ -73,12 +75,37 @@ def differing(received: dict[str, Tensor], seed: int = 0) -> list[str]:
 
 
 def test_buckets_hold_every_tensor_once_within_the_limit() -> None:
-    described = manifest(Version(0, 0), tensors())
-    plan = list(buckets(described, 1024))
-    assert [list(bucket.offsets) for bucket in plan] == [["layer.0", "layer.1", "layer.2"], ["layer.3"], ["layer.4"]]
-    assert plan[0].offsets == {"layer.0": 0, "layer.1": 64, "layer.2": 80}
-    assert [bucket.size for bucket in plan] == [112, 3200, 32]
-    assert [list(bucket.offsets) for bucket in buckets(described, 10**6)] == [list(tensors())]
+    plan = [(len(bucket), tensors) for bucket, tensors in buckets(tensors().items(), 1024, torch.device("cpu"))]
+    assert [list(held) for _, held in plan] == [["layer.0", "layer.1", "layer.2"], ["layer.3"], ["layer.4"]]
+    assert [size for size, _ in plan] == [112, 3200, 32]
+    assert [tensor.storage_offset() * tensor.itemsize for tensor in plan[0][1].values()] == [0, 64, 80]
+    for _, held in plan:
+        assert not [name for name, tensor in held.items() if not torch.equal(tensor, tensors()[name])]
+    assert [list(held) for _, held in buckets(tensors().items(), 10**6, torch.device("cpu"))] == [list(tensors())]
+
+
+def test_a_bucket_is_sent_before_the_next_tensors_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each tensor is gone by then, but for the last one: a sender holds no more than that and the buckets."""
+    hall, log, held = Hall(), list[str](), list[weakref.ref[Tensor]]()
+    send_bucket = hall.sender._send_bucket
+    monkeypatch.setattr(
+        hall.sender,
+        "_send_bucket",
+        lambda *buckets_sent: (log.append(",".join(buckets_sent[0]) if buckets_sent else "end"), send_bucket(*buckets_sent)),
+    )
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        for name in tensors():
+            assert sum(one() is not None for one in held) <= 1
+            tensor = tensors()[name]
+            held.append(weakref.ref(tensor))
+            log.append(name)
+            yield name, tensor
+
+    none, received = hall.sync_weights([1], weights=gathered())
+    assert none is None
+    assert not differing(received)
+    assert log == ["layer.0", "layer.1", "layer.2", "layer.3", "layer.0,layer.1,layer.2", "layer.4", "layer.3", "layer.4", "end"]
 
 
 def test_every_receiver_gets_every_weight_update_in_one_group() -> None:
@@ -131,17 +158,43 @@ def test_one_too_many_is_turned_away_and_the_others_are_served() -> None:
         assert not differing(tensors_of_one)
 
 
-def test_bytes_that_are_not_the_manifest_s_are_noticed() -> None:
-    other = manifest(Version(0, 0), tensors(seed=99))
-    none, refused = Hall().sync_weights([1], expected=other)
+def test_damaged_bytes_are_named_and_the_others_of_the_group_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    hall = Hall()
+    monkeypatch.setitem(hall.receivers, 1, BroadcastReceiver(SETTINGS))
+    buckets_sent = hall.receivers[1]._receive_bucket
+
+    def damaged() -> Any:
+        if (found := buckets_sent()) and "layer.3" in found[0]:
+            found[1][17] ^= 1
+        return found
+
+    monkeypatch.setattr(hall.receivers[1], "_receive_bucket", damaged)
+    none, refused, received = hall.sync_weights([1, 2])
     assert none is None
     assert isinstance(refused, WeightSyncError)
-    assert "layer.3: corrupt" in str(refused)
+    assert "1 tensors did not arrive as sent: layer.3: corrupt" in str(refused)
+    assert not differing(received)
 
 
-def test_a_receiver_without_a_group_reads_the_object_store() -> None:
-    packed = BroadcastSender(SETTINGS, "127.0.0.1").pack(Version(0, 0), tensors())
-    assert not differing(dict(BroadcastReceiver(SETTINGS).unpack(packed.manifest, packed.source)))
+def test_the_copy_is_made_once_also_when_the_broadcast_fails() -> None:
+    """With the checksums of what was sent."""
+    hall = Hall()
+    assert isinstance(hall.sync_weights([1, 2], present=[1])[0], BroadcastFailed)
+    update = hall.sender.sent()
+    assert update.manifest == manifest(Version(0, 0), tensors())
+    assert not differing(dict(BroadcastReceiver(SETTINGS).unpack(update.manifest, update.source)))
+
+
+def test_what_cannot_be_gathered_ends_the_broadcast_at_once() -> None:
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        yield from list(tensors().items())[:-1]
+        raise RuntimeError("a rank is gone")
+
+    began = time.monotonic()
+    error, failed = Hall().sync_weights([1], weights=gathered())
+    assert str(error) == "a rank is gone", "the trainer's, not the broadcast's"
+    assert isinstance(failed, BroadcastFailed)
+    assert time.monotonic() - began < SETTINGS.timeout
 
 
 @pytest.fixture

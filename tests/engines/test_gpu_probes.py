@@ -46,7 +46,6 @@ def test_the_trainer_s_figures_come_out_without_ray_and_vllm(tmp_path: Path) -> 
 
 def test_a_member_that_never_comes_is_an_error_within_the_deadline(tmp_path: Path) -> None:
     figures = tried("groups", tmp_path)["figures"]
-    assert figures["CUDA IPC between two processes"] == {"skipped": "no GPU"}
     assert figures["a group of one"]["answer"]["made_s"] >= 0
     assert figures["the second of two never comes"]["error"].startswith("RuntimeError")
     assert figures["two members"]["second"]["answer"] is True

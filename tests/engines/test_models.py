@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.engines.models import checkpoint_names, hf_state, load_model, load_vision, model_groups, positions
 from rayloop.engines.settings import ModelSettings
+from rayloop.run.preflight import known
 from tests.engines.prompts import image, prompt
 
 NO_IMAGES = torch.zeros(0, 3, dtype=torch.int64)
@@ -71,6 +72,16 @@ def test_a_mixture_of_experts_is_refused_by_name_before_it_is_loaded(kind: str, 
     )
     with pytest.raises(ConfigError, match=f"{kind} is a mixture of 8 experts"):
         load_model(settings(tmp_path))
+
+
+def test_quantised_weights_are_refused(tiny_text: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_text, tmp_path / "quantised"))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    for refuse in (lambda: load_model(settings(folder)), lambda: known(str(folder), None)):
+        with pytest.raises(ConfigError, match="its weights are quantised"):
+            refuse()
 
 
 def test_a_checkpoint_that_is_no_renaming_is_refused(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ import asyncio
 import io
 import subprocess
 import sys
+import types
 import zipfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,28 @@ from rayloop.core.failures import DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import FinishReason, Sampling, TokenPrompt, Version
 from rayloop.data.images import decode
 from rayloop.engines.generation import sglang
-from rayloop.engines.settings import ModelSettings, SglangEngineSettings
+from rayloop.engines.settings import EnginePlace, ModelSettings, SglangEngineSettings
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import image
 
 ADAPTER = ast.parse(Path(sglang.__file__).read_text(encoding="utf-8"))
 MODEL, SETTINGS = ModelSettings(path="model"), SglangEngineSettings()
 SAMPLING = Sampling(0.8, 12, 2, ("</a>",), (5,), (7, 9))
+PROMPT = TokenPrompt((1, 2, 3))
+STOPPED = {"type": "stop", "matched": 5}
+
+
+def answer(logprobs: list[float], finish: dict[str, object] = STOPPED, read: tuple[int, ...] = PROMPT.token_ids) -> dict[str, Any]:
+    """SGLang's, to ``PROMPT``: tokens 11 and 5."""
+    tokens = [(logprob, token, None) for logprob, token in zip(logprobs, (11, 5), strict=False)]
+    meta = {"finish_reason": finish, "prompt_tokens": len(read), "output_token_logprobs": tokens}
+    return {"meta_info": meta, "prompt_token_ids": list(read)}
 
 
 def test_what_is_sent() -> None:
     assert sglang.arguments(MODEL, SglangEngineSettings(extra={"tp_size": 2, "dtype": "float16"})) == {
         "model_path": "model", "dtype": "float16", "sampling_defaults": "openai", "tp_size": 2,
+        "custom_weight_loader": ["rayloop.engines.generation.sglang_worker.take"],
         "mm_process_config": {"image": {"min_pixels": MODEL.min_pixels, "max_pixels": MODEL.max_pixels}},
     }  # fmt: skip
     assert sglang.parameters(TokenPrompt((1,), seed=3), SAMPLING) == {
@@ -57,23 +68,102 @@ def test_what_is_sent() -> None:
     ],
 )
 def test_what_comes_back(finish: dict[str, object], expected: FinishReason) -> None:
-    meta = {"finish_reason": finish, "prompt_tokens": 7, "output_token_logprobs": [(-0.5, 11, None), (-1.5, 5, None)]}
-    found = sglang.completion(meta, Version(0, 3), 7)
+    found = sglang.completion(answer([-0.5, -1.5], finish), Version(0, 3), PROMPT)
     assert (found.token_ids, found.logprobs, found.version) == ((11, 5), (-0.5, -1.5), Version(0, 3))
     assert found.finish is expected
 
 
 def test_an_aborted_turn_is_asked_for_elsewhere() -> None:
     with pytest.raises(WorkerLost, match="'type': 'abort'"):
-        sglang.completion(
-            {"finish_reason": {"type": "abort", "message": "x"}, "prompt_tokens": 7, "output_token_logprobs": []}, Version(0, 0), 7
-        )
+        sglang.completion(answer([], {"type": "abort", "message": "x"}), Version(0, 0), PROMPT)
 
 
-def test_a_prompt_that_was_tokenized_anew_is_not_trained_on() -> None:
-    meta = {"finish_reason": {"type": "stop", "matched": 5}, "prompt_tokens": 9, "output_token_logprobs": [(-0.5, 11, None)]}
-    with pytest.raises(DataFailure, match="SGLang read 9 tokens where 7 were sent"):
-        sglang.completion(meta, Version(0, 0), 7)
+@pytest.mark.parametrize("read", [(1, 2, 2, 3), (1, 2, 4)])
+def test_a_prompt_that_was_tokenized_anew_is_not_trained_on(read: tuple[int, ...]) -> None:
+    """As many other tokens are other tokens, too."""
+    with pytest.raises(DataFailure, match=rf"SGLang read other tokens \({len(read)}\) than the 3 that were sent"):
+        sglang.completion(answer([-0.5], read=read), Version(0, 0), PROMPT)
+
+
+class Manager:
+    """SGLang's tokenizer manager: prepares a request while ``preparing`` is unset, then gives it to the scheduler."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.preparing, self.faults = asyncio.Event(), list[Exception]()
+
+    async def generate_request(self, request: Any, http: None) -> AsyncIterator[dict[str, Any]]:
+        await self.preparing.wait()
+        await self._send_one_request(request)
+        yield answer([-0.5])
+
+    async def _send_one_request(self, request: Any) -> None:
+        self.log.append("added")
+
+    async def pause_generation(self, request: Any) -> None:
+        if self.faults:
+            raise self.faults.pop()
+        self.log.append("paused")
+
+    async def continue_generation(self, request: Any) -> None:
+        self.log.append("resumed")
+
+    def abort_request(self, rid: str) -> None:
+        self.log.append("aborted")
+
+
+@pytest.fixture
+def engine(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The adapter around a manager that stands for SGLang's."""
+    names = ("GenerateReqInput", "PauseGenerationReqInput", "ContinueGenerationReqInput")
+    package: Any = types.ModuleType("sglang")
+    package.__version__, package.Engine = sglang.TESTED, lambda **_: types.SimpleNamespace(tokenizer_manager=Manager())
+    requests: Any = types.ModuleType("sglang.srt.managers.io_struct")
+    vars(requests).update(dict.fromkeys(names, types.SimpleNamespace))
+    for module in (package, requests):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    made: Any = sglang.SglangEngine(ModelSettings(path=str(tiny_text)), SETTINGS, EnginePlace())
+    made._version = Version(0, 0)
+    return made
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_request_in_preparation_is_in_before_the_weights_change(engine: Any, cancelled: bool) -> None:
+    """It would else carry the version of the old weights and run under the new ones. One that dies does not hold the pause."""
+
+    async def test() -> None:
+        async with asyncio.timeout(20):
+            asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
+            await settle()
+            pausing = asyncio.create_task(engine.pause())
+            await settle()
+            assert engine._manager.log == []
+            asked.cancel() if cancelled else engine._manager.preparing.set()
+            await pausing
+            engine._version = Version(0, 1)
+            await engine.resume()
+            if not cancelled:
+                assert (await asked).version == Version(0, 0)
+
+    asyncio.run(test())
+    assert engine._manager.log == [*(["aborted"] if cancelled else ["added"]), "paused", "resumed"]
+
+
+def test_a_pause_that_fails_lets_those_go_on_that_wait_for_its_end(engine: Any) -> None:
+    async def test() -> None:
+        async with asyncio.timeout(20):
+            engine._manager.preparing.set()
+            engine._manager.faults = [WorkerLost("the scheduler is gone")]
+            with pytest.raises(WorkerLost):
+                await engine.pause()
+            await engine.generate(PROMPT, Sampling())
+
+    asyncio.run(test())
 
 
 def test_an_image_is_sent_in_the_size_in_which_the_model_sees_it() -> None:
@@ -148,7 +238,8 @@ def test_requests_have_the_fields_that_are_passed(wheel: zipfile.ZipFile) -> Non
     passed = [(name, keywords) for name, keywords in calls() if name.endswith("ReqInput")]
     assert {name for name, _ in passed} == {
         "GenerateReqInput", "PauseGenerationReqInput", "ContinueGenerationReqInput", "BeginWeightUpdateReqInput",
-        "UpdateWeightsFromTensorReqInput", "EndWeightUpdateReqInput",
+        "UpdateWeightsFromTensorReqInput", "EndWeightUpdateReqInput", "ReleaseMemoryOccupationReqInput",
+        "ResumeMemoryOccupationReqInput",
     }  # fmt: skip
     for name, keywords in passed:
         assert keywords <= fields(requests, name), name

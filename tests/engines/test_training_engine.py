@@ -403,3 +403,15 @@ def test_a_broken_checkpoint_is_refused(tiny_text: Path, tiny_vlm: Path, tmp_pat
             trainer.load(str(tmp_path / "nowhere"))
     with engine(tiny_vlm) as trainer, pytest.raises(CheckpointError, match="the same model and optimizer"):
         trainer.load(str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2)])
+def test_a_frozen_tower_has_no_backward_pass_when_activations_are_recomputed(tiny_vlm: Path, lora: LoraSettings | None) -> None:
+    settings = FsdpSettings(train_vision=False, gradient_checkpointing=True, lora=lora)
+    with engine(tiny_vlm, settings) as trainer:
+        tracked = list[bool]()
+        for block in trainer._model.model.visual.blocks:
+            block.register_forward_hook(lambda module, inputs, output: tracked.append(output.requires_grad))
+        trainer.train([mixed_items(tiny_vlm)])
+    assert tracked
+    assert not any(tracked)

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+import pytest
 import torch
 
+from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import EndReason, ImageRef, Sampling, Trajectory, TrajectoryId, Turn, Version
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
@@ -122,6 +124,17 @@ def engine(
         yield made
     finally:
         made.close()
+
+
+def refused(rank: int, world_size: int, folder: Path, **changes: Any) -> str:
+    """Why an engine with these settings does not start."""
+    meeting = folder / "meeting"
+    with (
+        pytest.raises(ConfigError) as error,
+        engine(folder, FsdpSettings(**changes), rank=rank, world_size=world_size, meeting=meeting),
+    ):
+        pass
+    return str(error.value)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:

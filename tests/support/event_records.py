@@ -29,7 +29,7 @@ def _problems(record: Mapping[str, Any]) -> list[str]:
     if kind not in KINDS:
         return [f"{kind} is no event of rayloop/core/events.py or incidents.py"]
     if KINDS[kind] is events.Evaluated:
-        return [f"{kind}: {name} is no metric of rayloop/run/records/metrics.py" for name in unknown_metrics(fields)]
+        return [f"{kind}: {name} is no metric of rayloop/run/records/metrics.yaml" for name in unknown_metrics(fields)]
     try:
         _adapter(kind).validate_json(encode(fields), strict=True)
     except ValidationError as error:

@@ -70,6 +70,7 @@ OF_TEXT: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 5.0, "attention_dropout": 0.5},
     "gpt2": {"resid_pdrop": 0.5},
     "gpt_neox": {},
+    "qwen3": {},
     "qwen3_moe": EXPERTS,
     "qwen3_5_text": {**LINEAR, "rope_parameters": ALL_ROTARY},
     "qwen3_5_moe_text": {**LINEAR, **SHARED, "rope_parameters": ALL_ROTARY},

@@ -268,8 +268,8 @@ class Actor:
         self.cluster.trained.update(str(a.id) for update in updates for a in update)
         return [a.id for update in updates for a in update if a.payload.lost or (a.reference is not None and a.reference.lost)]
 
-    def do_train(self) -> dict[str, float]:
-        return {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0}
+    def do_train(self) -> tuple[dict[str, float], dict[Any, Any]]:
+        return {"actor/pg_loss": 0.0, "actor/grad_norm": 1.0}, {}
 
     def do_compare(self, payloads: Sequence[Object], *, swap_images: bool) -> list[dict[str, float]]:
         row = {"tokens": 2, "sum": 0.0, "max": 0.0, "images": 0, "image_tokens": 0, "swapped": 0.0}

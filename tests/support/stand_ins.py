@@ -27,6 +27,7 @@ from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.rollout.manager import RolloutManager
+from rayloop.rollout.time_sharing import TimeSharing
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows
 from tests.support.runs import settings
@@ -173,7 +174,7 @@ class World:
         rollout, reward = (self._pool("rollout", self.config.rollout.actors), self._pool("reward", self.config.reward.actors))
         for pool in (self.environment, rollout, reward):
             await pool.start()
-        services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward)
+        services: Any = SimpleNamespace(environment=self.environment, rollout=rollout, reward=reward, sharing=TimeSharing())
         return EpisodeRunner(self.config, services, None, self._emit, self.rollouts.quarantine, self.history)
 
     async def _run(self, steps: int) -> None:

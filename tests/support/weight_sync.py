@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import multiprocessing
 import os
+import pickle
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -21,12 +23,19 @@ from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.events import Event
+from rayloop.core.failures import RayloopError, WorkerLost
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Version
+from rayloop.rollout.time_sharing import TimeSharing
 from rayloop.run.config import RunConfig
+from rayloop.transports import manifest
+from rayloop.transports.collective import BroadcastReceiver
 from rayloop.transports.seam import transport
 from rayloop.transports.settings import BroadcastTransport
 from tests.support.runs import settings
+
+BUCKET = 40_000
+"""Bytes."""
 
 
 def weights(version: Version) -> dict[str, torch.Tensor]:
@@ -55,17 +64,67 @@ class Engine:
         self.loaded.append((manifest, {name: tensor.cpu().clone() for name, tensor in tensors.items()}))
 
 
+def worker(pipe: Any) -> None:
+    """A process of an engine that receives broadcasts, as vLLM's: answers with the tensors, or with what was raised."""
+    torch.set_num_threads(1)
+    BroadcastTransport.bucket_bytes = BUCKET
+    pipe.send("ready")
+    receivers = list[BroadcastReceiver]()
+    while True:
+        version, (settings, meeting) = pipe.recv()
+        receivers = receivers or [BroadcastReceiver(settings)]
+        try:
+            pipe.send(dict(receivers[0].stream(version, meeting)))
+        except RayloopError as error:
+            pipe.send(error)
+
+
+class Streaming(Engine):
+    """Keeps what its two processes receive."""
+
+    workers = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for _ in range(self.workers):
+            ours, theirs = context.Pipe()
+            self.pipes.append(ours)
+            self.processes.append(context.Process(target=worker, args=(theirs,), daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+        for pipe in self.pipes:
+            pipe.recv()
+
+    async def receive(self, version: Version, broadcast: bytes) -> None:
+        assert self.paused
+        for pipe in self.pipes:
+            pipe.send((version, pickle.loads(broadcast)))
+        answers = await asyncio.gather(*(asyncio.to_thread(pipe.recv) for pipe in self.pipes), return_exceptions=True)
+        if any(isinstance(answer, EOFError | OSError) for answer in answers):
+            raise WorkerLost("a process of the engine has died")
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        self.loaded.append((Manifest(version, {}), {name: tensor.clone() for name, tensor in answer.items()}))
+
+
 class Receiving(RolloutActor):
     """The rollout actor, whose engine keeps weights, and which a test can let die while it takes the next ones."""
 
-    def __init__(self, config: RunConfig, folder: str) -> None:
+    def __init__(self, config: RunConfig, folder: str, workers: int) -> None:
         torch.set_num_threads(1)
-        BroadcastTransport.bucket_bytes = 40_000  # in this process: several buckets, of a model that small
-        self.engine: Any = Engine()
-        self.receiver: Any = transport(config.transport, folder).receiver()
+        BroadcastTransport.bucket_bytes = BUCKET  # in this process: several buckets, of a model that small
+        self.engine: Any = Streaming() if workers else Engine()
+        self.receiver: Any = transport(chosen(config, workers), folder).receiver()
 
     def health(self) -> int:  # type: ignore[override]
         return os.getpid()
+
+    def processes(self) -> list[int]:
+        """Those of a ``Streaming`` engine."""
+        return [process.pid for process in self.engine.processes]
 
     def die_in_the_next_load(self, within: str) -> None:
         """``within``: the receiver's method, or a path to one of what it has."""
@@ -90,43 +149,71 @@ class Receiving(RolloutActor):
 class Sending(PolicyRank):
     """The policy's rank without a model."""
 
-    def __init__(self, config: RunConfig, folder: str) -> None:
+    def __init__(self, config: RunConfig, folder: str, workers: int) -> None:
         torch.set_num_threads(1)
-        BroadcastTransport.bucket_bytes = 40_000
-        self.sender: Any = transport(config.transport, folder).sender("127.0.0.1")
-        self.engine: Any = SimpleNamespace(export=weights)
-        self.lies = ""
+        BroadcastTransport.bucket_bytes = BUCKET
+        self.sender: Any = transport(chosen(config, workers), folder).sender("127.0.0.1")
+        self.engine: Any = SimpleNamespace(
+            export=lambda version, adapters: weights(version), stream=lambda version, adapters: iter(weights(version).items())
+        )
+        self.honest = manifest.manifest
 
     def lie(self, name: str) -> None:
-        """From now on the manifest has another checksum for this tensor than its bytes have; "" ends it."""
-        self.lies = name
+        """From now on this tensor is described with another checksum than its bytes have; "" ends it."""
 
-    def export(self, version: Version) -> tuple[Manifest | None, Any]:
-        manifest, source = super().export(version)
-        if self.lies and manifest is not None:
-            record = manifest.tensors[self.lies]
-            other = dataclasses.replace(record, checksum=record.checksum ^ 1)
-            manifest = dataclasses.replace(manifest, tensors={**manifest.tensors, self.lies: other})
-        return manifest, source
+        def lying(version: Version, tensors: Any) -> Manifest:
+            made = self.honest(version, tensors)
+            return dataclasses.replace(
+                made, tensors={n: dataclasses.replace(r, checksum=r.checksum ^ (n == name)) for n, r in made.tensors.items()}
+            )
+
+        manifest.manifest = lying
+
+    def kill_when(self, buckets_sent: int, pids: list[int]) -> None:
+        """Kill these processes, or this one, when so many buckets were sent; -1: when all are, -2: when the copy is asked for."""
+        send_bucket, sent, count = self.sender._send_bucket, self.sender.sent, 0
+
+        def kill(*_: Any) -> None:
+            for pid in pids or [os.getpid()]:
+                os.kill(pid, signal.SIGKILL)
+
+        def sending(*bucket: Any) -> None:
+            nonlocal count
+            if count == buckets_sent or (buckets_sent == -1 and not bucket):
+                kill()
+            count += 1
+            send_bucket(*bucket)
+
+        self.sender._send_bucket = sending
+        if buckets_sent == -2:
+            self.sender.sent = lambda: (kill(), sent())[1]
+
+    def spare(self) -> None:
+        """Undo ``kill_when``."""
+        for name in ("_send_bucket", "sent"):
+            vars(self.sender).pop(name, None)
+
+
+def chosen(config: RunConfig, workers: int) -> Any:
+    """The transport for engines with so many processes."""
+    within = config.transport
+    return within.within(config.sync_timeout, workers) if isinstance(within, BroadcastTransport) else within
 
 
 class Stage:
-    """The publisher of a run with a policy rank and ``size`` rollout actors, each with ``gpus``."""
+    """The publisher of a run with a policy rank and ``size`` rollout actors, whose engines have ``workers`` processes, if any."""
 
-    def __init__(self, folder: Path, size: int, chosen: Any, *, gpus: float = 0.0, timeout: float = 600.0) -> None:
-        placed = {role: {"num_gpus": gpus, "num_cpus": 0} for role in ("policy", "rollout")} if gpus else {}
-        changes = {f"{role}__placement": placement for role, placement in placed.items()}
-        changes |= {"weight_sync": {"transport": chosen}, "policy__step_timeout": 6 * timeout}
+    def __init__(self, folder: Path, size: int, chosen: Any, *, workers: int = 0, timeout: float = 600.0) -> None:
+        changes: dict[str, Any] = {"weight_sync": {"transport": chosen}, "policy__step_timeout": 6 * timeout}
         c = self.config = RunConfig.model_validate(settings(folder, folder, **changes))
         self.events: list[dict[str, Any]] = []
         where = str(folder / "weights")
-        sending, receiving = (ray.remote(num_cpus=0, num_gpus=gpus, concurrency_groups=GROUPS)(cls) for cls in (Sending, Receiving))
-        self.policy = PolicyGroup(c.policy, lambda _: sending.remote(c, where))
-        self.policy.ranks = [sending.remote(c, where)]
-        self.pool = Pool(
-            "rollout", size, lambda _: receiving.options(max_concurrency=10).remote(c, where), c.recovery, self._emit, self._admit
-        )
-        services: Any = SimpleNamespace(policy=self.policy, rollout=self.pool, weights=where)
+        sending, receiving = (ray.remote(num_cpus=0, concurrency_groups=GROUPS)(cls) for cls in (Sending, Receiving))
+        self.policy = PolicyGroup(c.policy, lambda _: sending.remote(c, where, workers))
+        self.policy.ranks = [sending.remote(c, where, workers)]
+        receiving = receiving.options(max_concurrency=10)
+        self.pool = Pool("rollout", size, lambda _: receiving.remote(c, where, workers), c.recovery, self._emit, self._admit)
+        services: Any = SimpleNamespace(policy=self.policy, rollout=self.pool, weights=where, sharing=TimeSharing())
         self.weight_sync = WeightSync(c, services, SimpleNamespace(event=self._emit))  # type: ignore[arg-type]
 
     def _emit(self, event: Event) -> None:

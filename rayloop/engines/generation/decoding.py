@@ -48,8 +48,7 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, vision: Vision | None) -> None:
         use_grouped_decoding(model)
-        self._model = model
-        self._tokenizer = tokenizer
+        self._model, self._tokenizer = model, tokenizer
         self._vision = vision
         self._vocabulary: int = model.config.get_text_config().vocab_size
         self._features = tensor_cache()
@@ -102,8 +101,7 @@ class Decoder:
 
         def features() -> Tensor:
             pixels = vision.pixels(image.ref, image.data).to(self._model.device, self._model.dtype)
-            grid = torch.tensor([image.ref.grid], device=self._model.device)
-            return image_features(self._model, pixels, grid)[0]
+            return image_features(self._model, pixels, torch.tensor([image.ref.grid]))[0]
 
         return self._features.made(image.ref.sha256, features)
 
@@ -240,8 +238,7 @@ class _Batch:
     def _finish(self, n: int, ends: np.ndarray) -> None:
         """Finish the sequences that ended with their ``n``-th token, and drop abandoned ones."""
         live = np.flatnonzero(self._live)
-        stopped = self._stop.reached(self._members[live].tolist(), self._tokens, n)
-        for i, stop in zip(live.tolist(), stopped, strict=True):
+        for i, stop in zip(live.tolist(), self._stop.reached(self._members[live].tolist(), self._tokens, n), strict=True):
             member = int(self._members[i])
             row = self._rows[member]
             if ends[i]:

@@ -44,7 +44,8 @@ class OpenAiHttpEngine:
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
-        headers = _key(settings.api_key_env)
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._servers = [(url, client(url, headers)) for url in settings.addresses]
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
@@ -56,8 +57,7 @@ class OpenAiHttpEngine:
         self._running += 1
         self._idle.clear()
         try:
-            ask = self._chat if self._settings.interface == "chat" else self._tokens
-            return await ask(prompt, sampling, version)
+            return await (self._chat if self._settings.interface == "chat" else self._tokens)(prompt, sampling, version)
         finally:
             self._running -= 1
             if not self._running:
@@ -180,14 +180,6 @@ class OpenAiHttpEngine:
         """Where to ask, in turn: first the server that has seen the prompt's group, whose prefix it keeps."""
         at = crc32(prompt.affinity.encode()) % len(self._servers)
         return [(url + path, http) for url, http in (*self._servers[at:], *self._servers[:at])]
-
-
-def _key(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if variable not in os.environ:
-        raise ConfigError(f"rollout.engine.api_key_env: {variable} is not set where the rollout actor runs")
-    return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
 def _filled(value: Any, folder: str) -> Any:

@@ -79,8 +79,7 @@ class OpenAiScorer:
                 raise ConfigError(f"{KEY}: {self._url} returns no prompt_logprobs, as vLLM's server does. Name a folder")
             at = str(httpx.URL(self._url).copy_with(path="/tokenize"))
             for first in range(0, size := self._tokenizer.get_vocab_size(), BLOCK):
-                ids = list(range(first, min(first + BLOCK, size)))
-                text = self._tokenizer.decode(ids, skip_special_tokens=False)
+                text = self._tokenizer.decode(list(range(first, min(first + BLOCK, size))), skip_special_tokens=False)
                 _, answer = await request([(at, http)], {"model": self._served, "prompt": text, "add_special_tokens": False}, KEY)
                 self._compare(self._tokenizer.encode(text, add_special_tokens=False).ids, answer["tokens"])
         return self._served

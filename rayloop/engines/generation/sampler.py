@@ -78,8 +78,7 @@ class StopStrings:
     """Whether a sequence's text contains one of its stop strings. A turn shorter than ``min_tokens`` never stops."""
 
     def __init__(self, tokenizer: Tokenizer, samplings: Sequence[Sampling]) -> None:
-        self._tokenizer = tokenizer
-        self._samplings = samplings
+        self._tokenizer, self._samplings = tokenizer, samplings
         # A token is at least one byte, so a stop string completed by the newest token lies in this many last tokens.
         self._window = [max((len(stop.encode()) for stop in s.stop), default=0) for s in samplings]
         self._any = any(self._window)

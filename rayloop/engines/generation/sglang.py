@@ -1,22 +1,28 @@
-"""Generation with SGLang 0.5.23, in processes that ``sglang.Engine`` starts. Never exercised (docs/engines.md). Only coroutines of
-its tokenizer manager are called: the engine's own methods wait on an event loop that already runs here."""
+"""Generation with SGLang 0.5.23, in processes that ``sglang.Engine`` starts. Never exercised on GPUs (docs/engines.md). Only
+coroutines of its tokenizer manager are called: the engine's own methods wait on an event loop that already runs here."""
 
 import asyncio
 import io
 import os
+import pickle
+import tempfile
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
-from rayloop.core.failures import ConfigError, DataFailure, WeightSyncError, WorkerLost
+from rayloop.core.failures import BroadcastFailed, ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.model_families import family
-from rayloop.core.protocols import EngineHealth, Manifest
+from rayloop.core.protocols import EngineHealth, Level, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.engines.generation.entering import Entering
+from rayloop.engines.generation.sglang_worker import LOADER
 from rayloop.engines.models import collapsed, has_vision, picture
 from rayloop.engines.settings import EnginePlace, ModelSettings, SglangEngineSettings
 from rayloop.transports.collective import buckets
@@ -47,6 +53,8 @@ class SglangEngine:
         self._patch: int = config.vision_config.patch_size if has_vision(config) else 0
         self._names = names(Path(model.path), tied=config.get_text_config().tie_word_embeddings)
         self._manager = sglang.Engine(**arguments(model, settings)).tokenizer_manager
+        self._entering = Entering()
+        self._manager._send_one_request = self._entering.noticed(self._manager._send_one_request, lambda request: request.rid)
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn; its version is that of its first token. Raises WorkerLost, DataFailure."""
@@ -59,11 +67,12 @@ class SglangEngine:
             raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
         request = GenerateReqInput(
             rid=uuid.uuid4().hex, input_ids=collapsed(prompt, self._image), image_data=images or None,
-            sampling_params=parameters(prompt, sampling), return_logprob=True,
+            sampling_params=parameters(prompt, sampling), return_logprob=True, return_prompt_token_ids=True,
         )  # fmt: skip
         try:
             self._running += 1
-            answer = await anext(self._manager.generate_request(request, None))
+            with self._entering.request(request.rid):
+                answer = await anext(self._manager.generate_request(request, None))
         except asyncio.CancelledError:
             self._manager.abort_request(request.rid)
             raise
@@ -71,17 +80,23 @@ class SglangEngine:
             raise DataFailure("prompt", f"SGLang refuses it: {error}") from error
         finally:
             self._running -= 1
-        return completion(answer["meta_info"], version, len(prompt.token_ids))
+        return completion(answer, version, prompt)
 
     async def leave(self, cohort: str) -> None:
         """Does nothing: SGLang batches."""
 
     async def pause(self) -> None:
-        """Take running requests off the GPU; they are prefilled again after ``resume``."""
+        """Take running requests off the GPU; they are prefilled again after ``resume``. Those that SGLang is still preparing are
+        let in first: they carry the version of the present weights."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._open.clear()
-        await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        try:
+            await self._entering.all_in()
+            await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        except BaseException:
+            self._open.set()  # waiting requests then fail, instead of waiting for a resume that never comes
+            raise
 
     async def resume(self) -> None:
         """Continue the requests."""
@@ -90,39 +105,79 @@ class SglangEngine:
         await self._manager.continue_generation(ContinueGenerationReqInput())
         self._open.set()
 
+    async def sleep(self, level: Level) -> None:
+        """Its cache goes, its weights go to main memory."""
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(), None)
+
+    async def wake(self) -> None:
+        """Weights and cache are where they were."""
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(), None)
+
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Verify, load whole tensors [name] bucket by bucket through GPU memory, empty the caches. Raises WeightSyncError. SGLang
         says nothing of tensors that it misses."""
         self._version = None
         await asyncio.to_thread(verify, manifest, tensors)
-        if missing := sorted(self._names - tensors.keys()):
-            few = ", ".join(missing[:3])
-            raise WeightSyncError(f"version {manifest.version} lacks {len(missing)} tensors of the engine's model: {few}")
-        from sglang.srt.managers.io_struct import (
-            BeginWeightUpdateReqInput,
-            EndWeightUpdateReqInput,
-            UpdateWeightsFromTensorReqInput,
-        )
+        self._complete(manifest.version, tensors)
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
 
-        _check(manifest, await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
-        for bucket in buckets(manifest, BUCKET_BYTES):
-            on_gpu = await asyncio.to_thread(_on_gpu, tensors, bucket.offsets)  # kept until the next bucket replaces it
-            parts = [MultiprocessingSerializer.serialize(on_gpu) for _ in range(self._settings.extra.get("tp_size", 1))]
-            request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=parts, flush_cache=False)
-            _check(manifest, await self._manager.update_weights_from_tensor(request))
-        _check(manifest, await self._manager.end_weight_update(EndWeightUpdateReqInput()))
+        async with self._changing(manifest.version):
+            made = buckets(tensors.items(), BUCKET_BYTES, torch.device(self._settings.extra.get("device", "cuda")))
+            while bucket := await asyncio.to_thread(next, made, None):  # kept until the next one replaces it
+                on_gpu = list(bucket[1].items())
+                parts = [MultiprocessingSerializer.serialize(on_gpu) for _ in range(self._settings.extra.get("tp_size", 1))]
+                request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=parts, flush_cache=False)
+                _check(manifest.version, await self._manager.update_weights_from_tensor(request))
+
+    async def receive(self, version: Version, broadcast: bytes) -> None:
+        """Let SGLang's processes receive a broadcast (``StreamingEngine``): its own ``update_weights_from_distributed`` neither
+        verifies what came nor has a deadline. Raises WeightSyncError, BroadcastFailed."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        self._version = None
+        with tempfile.TemporaryDirectory() as folder:
+            packed = torch.frombuffer(bytearray(pickle.dumps((version, broadcast, folder))), dtype=torch.uint8)
+            parts = [pickle.dumps([("", packed)])] * self._settings.receivers
+            request = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=parts, load_format=LOADER, flush_cache=False, selector="target"
+            )
+            async with self._changing(version):
+                _check(version, await self._manager.update_weights_from_tensor(request))
+                found = [pickle.loads(file.read_bytes()) for file in Path(folder).iterdir()]
+                if faults := [fault for fault in found if isinstance(fault, Exception)]:
+                    raise min(faults, key=lambda fault: isinstance(fault, BroadcastFailed))
+                _check(version, (len(found) == len(parts), f"{len(found)} of {len(parts)} processes did"))
+                for names in found:
+                    self._complete(version, names)
+
+    def _complete(self, version: Version, names: Collection[str]) -> None:
+        if missing := sorted(self._names.difference(names)):
+            few = ", ".join(missing[:3])
+            raise WeightSyncError(f"version {version} lacks {len(missing)} tensors of the engine's model: {few}")
+
+    @asynccontextmanager
+    async def _changing(self, version: Version) -> AsyncIterator[None]:
+        """SGLang takes weights within. The end follows in any case: without it, SGLang refuses the next beginning."""
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+        _check(version, await self._manager.begin_weight_update(BeginWeightUpdateReqInput()))
+        try:
+            yield
+        finally:
+            ended = await self._manager.end_weight_update(EndWeightUpdateReqInput())
+        _check(version, ended)
         flushed = await self._manager.flush_cache()
-        _check(manifest, (flushed.success, "its caches could not be emptied"))
-        self._version = manifest.version
+        _check(version, (flushed.success, "its caches could not be emptied"))
+        self._version = version
 
     def health(self) -> EngineHealth:
         """Version and running requests."""
         return EngineHealth(self._version, self._running, 0)
-
-
-def _on_gpu(tensors: Mapping[str, Tensor], names: Iterable[str]) -> list[tuple[str, Tensor]]:
-    return [(name, tensors[name].cuda()) for name in names]
 
 
 def names(folder: Path, tied: bool) -> frozenset[str]:
@@ -145,7 +200,11 @@ def sent(image: PromptImage, patch: int) -> bytes:
 def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str, Any]:
     """Keyword arguments of ``sglang.Engine``; those of ``extra`` win."""
     pixels = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
-    defaults = {"model_path": model.path, "dtype": settings.dtype, "mm_process_config": {"image": pixels}}
+    defaults: dict[str, Any] = {
+        "model_path": model.path, "dtype": settings.dtype, "mm_process_config": {"image": pixels}, "custom_weight_loader": [LOADER],
+    }  # fmt: skip
+    if settings.sleep:
+        defaults["enable_weights_cpu_backup"] = True
     return {**defaults, "sampling_defaults": "openai", **settings.extra}  # not those of generation_config.json
 
 
@@ -160,11 +219,12 @@ def parameters(prompt: TokenPrompt, sampling: Sampling) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def completion(meta: Mapping[str, Any], version: Version, sent: int) -> Completion:
-    """From the ``meta_info`` of an answer to ``sent`` prompt tokens. Raises WorkerLost when the turn was aborted, DataFailure when
-    SGLang has tokenized the prompt anew, as its processor of images does when it cannot keep the ids."""
-    if meta["prompt_tokens"] != sent:
-        raise DataFailure("prompt", f"SGLang read {meta['prompt_tokens']} tokens where {sent} were sent")
+def completion(answer: Mapping[str, Any], version: Version, prompt: TokenPrompt) -> Completion:
+    """From SGLang's answer to the prompt. Raises WorkerLost when the turn was aborted, DataFailure when SGLang has tokenized the
+    prompt anew, as its processor of images does when it cannot keep the ids."""
+    meta, read = answer["meta_info"], tuple(map(int, answer["prompt_token_ids"]))
+    if read != prompt.token_ids:
+        raise DataFailure("prompt", f"SGLang read other tokens ({len(read)}) than the {len(prompt.token_ids)} that were sent")
     finish = meta["finish_reason"]
     if finish["type"] not in ("stop", "length"):
         raise WorkerLost(f"SGLang ended a turn with {finish}")
@@ -175,6 +235,6 @@ def completion(meta: Mapping[str, Any], version: Version, sent: int) -> Completi
     return Completion(token_ids, logprobs, reason, version)
 
 
-def _check(manifest: Manifest, answer: tuple[bool, str]) -> None:
+def _check(version: Version, answer: tuple[bool, str]) -> None:
     if not answer[0]:
-        raise WeightSyncError(f"version {manifest.version}: SGLang did not take the weights: {answer[1]}")
+        raise WeightSyncError(f"version {version}: SGLang did not take the weights: {answer[1]}")

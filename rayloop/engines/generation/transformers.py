@@ -19,6 +19,7 @@ from rayloop.core.failures import InfrastructureFailure, WorkerLost
 from rayloop.core.kept import Kept
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
+from rayloop.engines import profiling
 from rayloop.engines.generation.decoding import Decoder, DecodeRequest
 from rayloop.engines.models import copy_weights, hf_state, load_model, load_vision
 from rayloop.engines.settings import EnginePlace, ModelSettings, TransformersEngineSettings
@@ -124,10 +125,13 @@ class TransformersEngine:
         self._left.clear()  # a restored run plays its groups again under their old names
         self._version = manifest.version
 
+    async def profile(self, path: str | None) -> None:
+        """As ``ProfiledEngine`` says."""
+        await asyncio.to_thread(profiling.profile, path)
+
     def health(self) -> EngineHealth:
         """Version, running and waiting requests."""
-        running = sum(not request.answer.done() for request in self._running)
-        return EngineHealth(self._version, running, len(self._waiting))
+        return EngineHealth(self._version, sum(not request.answer.done() for request in self._running), len(self._waiting))
 
     def close(self) -> None:
         """Stop serving; requests that still wait are cancelled. The running batch ends in its own time."""

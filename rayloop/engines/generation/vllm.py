@@ -7,8 +7,10 @@ import asyncio
 import itertools
 import os
 import pickle
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,13 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoConfig
 
-from rayloop.core.failures import InfrastructureFailure, OverLongPrompt, WeightSyncError, WorkerLost
+from rayloop.core.failures import BroadcastFailed, InfrastructureFailure, OverLongPrompt, WorkerLost
 from rayloop.core.kept import MOST_KEPT, Kept
 from rayloop.core.model_families import family
-from rayloop.core.protocols import EngineHealth, Manifest
+from rayloop.core.protocols import EngineHealth, Level, Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version, derive
+from rayloop.engines.generation.entering import Entering
 from rayloop.engines.generation.vllm_process import (
     VllmLoad,
     alive,
@@ -29,12 +32,13 @@ from rayloop.engines.generation.vllm_process import (
     common_arguments,
     output,
     prepare,
+    profiler,
     start,
     stat_loggers,
 )
-from rayloop.engines.generation.vllm_worker import write
+from rayloop.engines.generation.vllm_worker import written
 from rayloop.engines.models import collapsed, has_vision, image_limits, picture
-from rayloop.engines.settings import EnginePlace, ModelSettings, VllmEngineSettings
+from rayloop.engines.settings import VLLM_RANKS, EnginePlace, LoraSettings, ModelSettings, VllmEngineSettings
 
 RETRIES = (0.05, 0.5, 2.0)
 """Seconds of pause before each further attempt at a request that vLLM gave up, which says nothing about the engine."""
@@ -47,7 +51,9 @@ class VllmEngine:
 
     def __init__(self, model: ModelSettings, settings: VllmEngineSettings, place: EnginePlace) -> None:
         """With ``place.name``, which needs a Ray process, vLLM's metrics go to Ray's under this name."""
-        prepare(settings, place.scratch())
+        folder = place.scratch()
+        prepare(settings, folder)
+        self._meeting = f"{os.path.dirname(folder) if place.name else folder}/weights"
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
         self._settings = settings
         self._vision = has_vision(config)
@@ -55,9 +61,12 @@ class VllmEngine:
         self._family = family(config.model_type)
         self._patch: int = config.vision_config.patch_size if self._family.images == "patches" else 0
         self._load = VllmLoad()
+        self._lora = settings.adapters if self._family.adapters else None
         arguments = {"served_model_name": place.name} | _arguments(
-            model, settings, image_limits(model, config) if self._vision else {}
+            model, settings, image_limits(model, config) if self._vision else {}, self._lora
         )
+        self._profiles = f"{folder}/profiles"
+        arguments.setdefault("profiler_config", profiler(self._profiles))
         self._llm = start(arguments, stat_loggers(self._load, place.name))
         self._limit: int = self._llm.model_config.max_model_len
         self._vocabulary: int = config.get_text_config().vocab_size
@@ -65,9 +74,8 @@ class VllmEngine:
         self._failed_loads = 0
         self._serial = itertools.count()
         self._running = 0
-        self._entering: dict[str, asyncio.Event] = {}
-        """Requests that vLLM prepares and its scheduler does not have yet, by their ids."""
-        self._llm.add_request = self._announced(self._llm.add_request)
+        self._entering = Entering()
+        self._llm.add_request = self._entering.noticed(self._llm.add_request)
         self._images: Cache[str, Image.Image] = Cache(256 << 20, lambda image: 3 * image.width * image.height)
         self._open = asyncio.Event()
         self._open.set()
@@ -100,31 +108,17 @@ class VllmEngine:
         given, parameters = self._prompt(prompt, tokens, images), _parameters(prompt, sampling, self._vocabulary, masks)
         # Nothing is awaited between here and the version above: pause() sees the request, or the request sees the pause.
         number, failed = str(next(self._serial)), self._failed_loads
-        entered = self._entering[number] = asyncio.Event()
         self._running += 1
         try:
-            sampled = await output(self._llm, given, parameters, number)
+            with self._entering.request(number):
+                sampled = await output(self._llm, given, parameters, number, adapted=self._lora is not None)
         finally:
             self._running -= 1
-            self._entering.pop(number, None)
-            entered.set()
         if self._failed_loads != failed:
             raise WorkerLost("a load failed while the request was running")
         if sampled.finish_reason == "error":
             return None
         return _completion(sampled, sampling, version)
-
-    def _announced(self, add_request: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Returns vLLM's ``add_request``, which then also sets the request's event when the scheduler has the request."""
-
-        async def announced(number: str, *arguments: Any, **options: Any) -> Any:
-            try:
-                return await add_request(number, *arguments, **options)
-            finally:
-                if entered := self._entering.pop(number, None):
-                    entered.set()
-
-        return announced
 
     async def leave(self, cohort: str) -> None:
         """Does nothing: vLLM batches."""
@@ -134,8 +128,7 @@ class VllmEngine:
         preparing are let in first: they carry the version of the present weights."""
         self._open.clear()
         try:
-            for entered in list(self._entering.values()):
-                await entered.wait()
+            await self._entering.all_in()
             await answered(self._llm, self._llm.pause_generation(mode="keep", clear_cache=True))
         except BaseException:
             self._open.set()  # waiting requests then fail, instead of waiting for a resume that never comes
@@ -146,26 +139,56 @@ class VllmEngine:
         await answered(self._llm, self._llm.resume_generation())
         self._open.set()
 
+    async def sleep(self, level: Level) -> None:
+        """vLLM's sleep mode, for GPUs."""
+        if level == "level2":
+            self._version = None
+        await answered(self._llm, self._llm.sleep(level=int(level[-1])))
+
+    async def wake(self) -> None:
+        """Weights and cache are where they were."""
+        await answered(self._llm, self._llm.wake_up())
+
     async def load(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Give the tensors to the workers, which verify them. Raises WeightSyncError. ``tensors`` [name] are whole and on any
-        device; they are converted to the engine's dtype."""
+        device, or those of the adapters alone; they are converted to the engine's dtype."""
+        async with self._changing(manifest.version):
+            file = await asyncio.to_thread(written, self._meeting, manifest, tensors)
+            try:
+                await self._take("take_weights", f"/proc/{os.getpid()}/fd/{file}", pickle.dumps(manifest))
+            finally:
+                os.close(file)
+
+    async def receive(self, version: Version, broadcast: bytes) -> None:
+        """Let the workers receive a broadcast (``StreamingEngine``). Raises WeightSyncError, BroadcastFailed."""
+        async with self._changing(version):
+            await self._take("take_broadcast", pickle.dumps(version), broadcast)
+
+    @asynccontextmanager
+    async def _changing(self, version: Version) -> AsyncIterator[None]:
         self._version = None  # an answer that arrives meanwhile was sampled before it
         try:
-            await self._take(manifest, tensors)
+            yield
         except BaseException:
             self._failed_loads += 1
             raise
-        self._version = manifest.version
+        self._version = version
 
-    async def _take(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        with _memory() as (file, path):
-            await answered(self._llm, self._llm.collective_rpc("forget_names"))
-            await asyncio.to_thread(write, file, manifest, tensors)
-            arguments = (path, pickle.dumps(manifest))
-            faults = await answered(self._llm, self._llm.collective_rpc("take_weights", args=arguments))
-            await answered(self._llm, self._llm.reset_encoder_cache())
-        if fault := next(filter(None, faults), None):
-            raise WeightSyncError(fault)
+    async def _take(self, method: str, *arguments: Any) -> None:
+        scaled = (self._lora.rank, self._lora.alpha) if self._lora else ()
+        await answered(self._llm, self._llm.collective_rpc("forget_names"))
+        found = await answered(self._llm, self._llm.collective_rpc(method, args=(*arguments, *scaled)))
+        await answered(self._llm, self._llm.reset_encoder_cache())
+        if faults := [pickle.loads(fault) for fault in found if fault]:
+            raise min(faults, key=lambda fault: isinstance(fault, BroadcastFailed))
+
+    async def profile(self, path: str | None) -> None:
+        """By vLLM's own profiler: a file for each worker."""
+        if path is None:
+            return await answered(self._llm, self._llm.start_profile())
+        await answered(self._llm, self._llm.stop_profile())
+        for number, file in enumerate(sorted(Path(self._profiles).glob("*.json.gz"))):
+            await asyncio.to_thread(shutil.move, file, f"{path.removesuffix('.json.gz')}-{number}.json.gz")
 
     def health(self) -> EngineHealth:
         """Raises WorkerLost when vLLM's processes are gone."""
@@ -192,7 +215,9 @@ class VllmEngine:
         return self._images.made(image.ref.sha256, lambda: picture(image, self._patch))
 
 
-def _arguments(model: ModelSettings, settings: VllmEngineSettings, limits: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(
+    model: ModelSettings, settings: VllmEngineSettings, limits: Mapping[str, Any], lora: LoraSettings | None
+) -> dict[str, Any]:
     """Of ``AsyncEngineArgs``. Log-probs are those of the distribution sampled from: masked, and divided by the temperature."""
     arguments = common_arguments(model.path, settings) | {
         "logprobs_mode": "processed_logprobs",
@@ -202,6 +227,10 @@ def _arguments(model: ModelSettings, settings: VllmEngineSettings, limits: Mappi
     if limits:
         arguments["mm_processor_kwargs"] = dict(limits)
         arguments["limit_mm_per_prompt"] = {"video": 0}
+    if lora:
+        arguments["enable_lora"] = True
+        arguments["max_lora_rank"] = next(rank for rank in VLLM_RANKS if rank >= lora.rank)
+        arguments["lora_target_modules"] = list(lora.targets)
     return arguments | settings.extra
 
 
@@ -261,13 +290,3 @@ def _finish(output: Any) -> FinishReason:
         case "stop", _:
             return FinishReason.END_TOKEN
     raise WorkerLost(f"vLLM ended a request: {output.finish_reason}")
-
-
-@contextmanager
-def _memory() -> Iterator[tuple[int, str]]:
-    """A file in memory that vanishes with the block, and its path for other processes of this user on this machine."""
-    file = os.memfd_create("weights")
-    try:
-        yield file, f"/proc/{os.getpid()}/fd/{file}"
-    finally:
-        os.close(file)

@@ -1,5 +1,4 @@
-"""Chat completions by vLLM in this process, text only, with the weights of the model's folder: the engine of a judge. Requests and
-answers have OpenAI's form."""
+"""Chat completions by vLLM in this process, text only, with the folder's weights: a judge's engine. The form is OpenAI's."""
 
 import asyncio
 import itertools

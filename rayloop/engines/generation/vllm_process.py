@@ -1,7 +1,5 @@
 """Shared by all uses of vLLM: environment variables, engine arguments, and calls that raise when vLLM's processes die."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Coroutine, Mapping, Sequence
@@ -12,7 +10,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from rayloop.core.failures import ConfigError, WorkerLost
-from rayloop.engines.generation.vllm_worker import OWNER, VllmWorker
+from rayloop.engines.generation.vllm_worker import OWNER, VllmWorker, adapter
 from rayloop.engines.settings import VllmEngineSettings
 
 TESTED = SpecifierSet(">=0.28,<0.33")
@@ -77,6 +75,13 @@ def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]
     }
 
 
+def profiler(folder: str) -> Any:
+    """Returns the settings of vLLM's profiler, which costs nothing until it is started. Its files are below ``folder``."""
+    from vllm.config import ProfilerConfig
+
+    return ProfilerConfig(profiler="torch", torch_profiler_dir=folder, torch_profiler_with_stack=False, ignore_frontend=True)
+
+
 async def answered(llm: Any, call: Coroutine[Any, Any, Any]) -> Any:
     """Returns the result of a call to vLLM. Raises WorkerLost when vLLM fails, or dies and leaves the call unanswered."""
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -119,15 +124,14 @@ def start(arguments: Mapping[str, Any], loggers: Sequence[Any] | None = None) ->
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    settings = AsyncEngineArgs(**arguments)
-    return AsyncLLM.from_engine_args(settings, usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS, stat_loggers=loggers)
 
 
-async def output(llm: Any, prompt: Mapping[str, Any], parameters: Any, number: str) -> Any:
-    """Returns what vLLM generated for the request ``number``. Raises WorkerLost as ``answered`` does."""
+async def output(llm: Any, prompt: Mapping[str, Any], parameters: Any, number: str, *, adapted: bool = False) -> Any:
+    """What vLLM generated for the request ``number``; ``adapted``: with its adapters. Raises WorkerLost as ``answered`` does."""
 
     async def last() -> Any:
-        async for answer in llm.generate(prompt, parameters, number):
+        async for answer in llm.generate(prompt, parameters, number, lora_request=adapter() if adapted else None):
             found = answer.outputs[0]
         return found
 

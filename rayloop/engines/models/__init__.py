@@ -1,8 +1,6 @@
 """Loads a policy model in Hugging Face layout; makes the pixels and positions on which engine and trainer must agree. How a model
 takes images is said of its family (rayloop/core/model_families.py)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -22,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError
 from rayloop.core.model_families import family, unsupported
@@ -29,7 +28,7 @@ from rayloop.core.protocols import Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, PromptImage, TokenPrompt
 from rayloop.data.images import decode, image_geometry
-from rayloop.engines.attention import use_packed_vision
+from rayloop.engines.attention import packs_images, use_packed_vision
 from rayloop.engines.models.experts import FUSED, as_saved
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES, verify
@@ -49,11 +48,12 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
     try:
         config = AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
         vision = has_vision(config)
-        if why := unsupported(config.model_type, vision, config.get_text_config().to_dict()):
+        quantised = "quantization_config" in config.to_dict()
+        if why := unsupported(config.model_type, vision, config.get_text_config().to_dict(), quantised):
             raise ConfigError(f"model.path {settings.path}: {why}")
         _without_dropout(config)
         auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-        made = {"config": config, "dtype": dtype, "attn_implementation": _attention(settings, config, dtype)}
+        made = {"config": config, "dtype": dtype, "attn_implementation": _attention(config, dtype)}
         if weights:
             model, report = auto.from_pretrained(settings.path, output_loading_info=True, trust_remote_code=False, **made)
         else:
@@ -91,14 +91,9 @@ def _patches_by_matmul(model: PreTrainedModel) -> None:
     embed.forward = forward
 
 
-def _attention(settings: ModelSettings, config: PreTrainedConfig, dtype: torch.dtype) -> str:
+def _attention(config: PreTrainedConfig, dtype: torch.dtype) -> str:
+    """flash-attention-2 on CUDA when it is installed and the model is text-only, else SDPA; eager where scores are capped."""
     capped = config.get_text_config().to_dict().get("attn_logit_softcapping") is not None
-    if capped and settings.attention == "sdpa":
-        raise ConfigError(
-            f"model.attention: {config.model_type} caps the scores of its attention, which SDPA leaves out. Use eager or auto"
-        )
-    if settings.attention != "auto":
-        return settings.attention
     flash = torch.cuda.is_available() and is_flash_attn_2_available() and dtype == torch.bfloat16
     return "flash_attention_2" if flash and not has_vision(config) else "eager" if capped else "sdpa"
 
@@ -118,8 +113,7 @@ def image_limits(settings: ModelSettings, config: PreTrainedConfig) -> dict[str,
 
 
 class Vision:
-    """Turns encoded images into the model's patches; the same in the engine and in the trainer. Decoded images are cached by
-    content."""
+    """Turns encoded images into the model's patches, alike in engine and trainer. Decoded images are cached by content."""
 
     def __init__(self, settings: ModelSettings, config: PreTrainedConfig) -> None:
         settings = settings.here(weights=False)
@@ -192,18 +186,35 @@ def load_vision(settings: ModelSettings, config: PreTrainedConfig) -> Vision | N
 
 
 def image_features(model: PreTrainedModel, pixels: Tensor, grids: Tensor) -> Sequence[Tensor]:
-    """Of each image [tokens, hidden]; ``pixels`` of all after each other, ``grids`` [n, 3] int64. Only for a ``pooled`` family."""
+    """Of each image [tokens, hidden]; ``pixels`` of all after each other, ``grids`` [n, 3] int64 on the CPU. Only for a ``pooled``
+    family."""
     if family(model.config.model_type).images == "tiles":
         made: Tensor = model.get_image_features(pixels, return_dict=True).pooler_output
         return [tiles.flatten(0, 1) for tiles in made.split(grids[:, 0].tolist())]
-    features: Sequence[Tensor] = model.get_image_features(pixels, grids, return_dict=True).pooler_output
+    places = _tower_places(model, grids, pixels.device)
+    grids = grids if places else grids.to(pixels.device)
+    features: Sequence[Tensor] = model.get_image_features(pixels, grids, return_dict=True, **places).pooler_output
     return features
+
+
+def _tower_places(model: PreTrainedModel, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """What a tower of Qwen2-VL and Qwen2.5-VL computes from ``grids`` [n, 3] before its layers, from a copy on the CPU: on a GPU it
+    would wait six times for the device. Nothing for other towers."""
+    tower = model.base_model.visual
+    if model.config.model_type not in ("qwen2_vl", "qwen2_5_vl") or not packs_images(model):
+        return {}
+    merge = tower.spatial_merge_size
+    rows = get_vision_position_ids(grids, merge)
+    places = {"position_ids": rows.to(device, non_blocking=True), "cu_seqlens": get_vision_cu_seqlens(grids)}
+    if model.config.model_type == "qwen2_5_vl":
+        index, windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
+        places |= {"window_index": index.to(device, non_blocking=True), "cu_window_seqlens": windows}
+    return places
 
 
 def positions(model: PreTrainedModel, token_ids: Tensor, grids: Tensor) -> Tensor:
     """Position ids of one whole sequence: [4, T] (text, then M-RoPE's t, h, w) for a model of images as patches, else [1, T].
-    ``token_ids`` [T] int64, expanded; ``grids`` [n, 3] int64, of the images in order. Raises DataFailure when image tokens and
-    grids disagree."""
+    ``token_ids`` [T] int64, expanded; ``grids`` [n, 3] int64, in order. Raises DataFailure when tokens and grids disagree."""
     text = torch.arange(len(token_ids), device=token_ids.device)[None]
     config = model.config
     if not has_vision(config):
@@ -294,9 +305,8 @@ def save_model(source: str | Path, target: Path, tensors: Mapping[str, Tensor], 
 
 
 def collapsed(prompt: TokenPrompt, image_token: int | None, *, around: bool = False) -> list[int]:
-    """The prompt's tokens with one image token per image, ``around``: it also stands for the token on each side;
-    ``image_token`` None: the model is text-only. Raises DataFailure for a prompt without tokens, or whose image tokens are not as
-    many as its images need."""
+    """The prompt's tokens with one image token per image, ``around``: it also stands for the token on each side; ``image_token``
+    None: the model is text-only. Raises DataFailure for a prompt without tokens, or with more or fewer image tokens than needed."""
     if not prompt.token_ids:
         raise DataFailure("prompt", "it has no tokens")
     if image_token is None:

@@ -1,7 +1,5 @@
 """The tensors of a mixture of experts: one for all experts of a layer in the model, another layout in its checkpoint."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 FUSED = (".experts.gate_up_proj", ".experts.down_proj")

@@ -60,7 +60,7 @@ class Collator:
         family whose rows hold one."""
         if not self._family.packs:
             return [[sample] for sample in samples]
-        budget = self._engine.micro_batch
+        budget = self._engine.micro_batch * self._engine.sequence_parallel
         groups = prompt_groups(samples, budget) if shares_prompts(self._model) else [[sample] for sample in samples]
         plan = micro_batches([packed_length(group) for group in groups], budget)
         return [[sample for i in indices for sample in groups[i]] for indices in plan]
@@ -90,6 +90,7 @@ class Collator:
             [*samples] if complete else [*samples, self._dummy],
             share_images=self._family.pooled,
             share_prompts=shares_prompts(self._model),
+            image_token=self._model.config.image_token_id if self._vision else None,
         )
 
     def _pixels(self, image: ImageRef, trajectory: Trajectory, swap: bool) -> Future[Tensor]:
@@ -117,10 +118,12 @@ class Collator:
         return torch.cat([first, rest], dim=1)
 
     def _make_dummy(self) -> TrainSample:
-        nothing, token_ids, grids, pixels = torch.zeros(0), torch.zeros(1).long(), torch.zeros(0, 3).long(), Future[Tensor]()
+        least = self._engine.sequence_parallel  # every rank of a row has a token
+        nothing, token_ids, grids, pixels = torch.zeros(0), torch.zeros(least).long(), torch.zeros(0, 3).long(), Future[Tensor]()
         if self._vision is not None:
             image, grid, count = self._vision.dummy()
-            token_ids, grids = torch.full((count,), self._model.config.image_token_id), torch.tensor([grid])
+            token_ids = torch.cat([torch.full((count,), self._model.config.image_token_id), token_ids[count:]])
+            grids = torch.tensor([grid])
             pixels.set_result(image)
         return TrainSample(
             token_ids=token_ids,

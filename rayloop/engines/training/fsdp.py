@@ -23,18 +23,29 @@ from rayloop.core.files import Checksum
 from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
 from rayloop.core.threads import asked, settle, start
-from rayloop.core.types import Trajectory, Version, derive
+from rayloop.core.types import Trajectory, TrajectoryId, Version, derive
+from rayloop.engines.attention import flex_chosen
 from rayloop.engines.machine import keep_freed
-from rayloop.engines.models import checkpoint_names, has_vision, load_model, model_groups
+from rayloop.engines.models import checkpoint_names, load_model, model_groups
 from rayloop.engines.models.experts import as_saved
-from rayloop.engines.settings import COLLECTIVE_TIMEOUT, FsdpSettings, ModelSettings, OptimizerSettings
+from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator
-from rayloop.engines.training.lora import adapter_names, adapters_off, add_adapters, base_name, is_adapter, merged
+from rayloop.engines.training.lora import (
+    adapter_names,
+    adapters_off,
+    base_name,
+    choose_trainable,
+    is_adapter,
+    is_up,
+    merged,
+    saved_name,
+)
 from rayloop.engines.training.optimizer import Optimizer, OptimizerStep
 from rayloop.engines.training.scorer import Scorer, score
 from rayloop.engines.training.sharding import add_noise, from_first, gather, join, local, on_all_ranks, shard, total
-from rayloop.grpo.batch import Batch, TrainSample, by_segment, segmented
+from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT
+from rayloop.grpo.batch import Batch, TrainSample, TurnGaps, by_segment, segmented, turn_gaps
 from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.policy import STREAMS, Denominator, PolicyLoss, token_weights
 from rayloop.grpo.losses.settings import LossSettings, OwnLoss
@@ -64,17 +75,9 @@ class FsdpEngine:
     ``init_method``: torch.distributed's, or the ranks' store; None: the default process group exists already."""
 
     def __init__(
-        self,
-        model: ModelSettings,
-        settings: FsdpSettings,
-        optimizer: OptimizerSettings,
-        loss: LossSettings,
-        *,
-        rank: int,
-        world_size: int,
-        init_method: str | dist.Store | None,
-        seed: int,
-    ) -> None:
+        self, model: ModelSettings, settings: FsdpSettings, optimizer: OptimizerSettings, loss: LossSettings, *,
+        rank: int, world_size: int, init_method: str | dist.Store | None, seed: int,
+    ) -> None:  # fmt: skip
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self._settings, self._loss_settings, self._policy_loss = settings, loss, PolicyLoss(loss)
@@ -83,7 +86,7 @@ class FsdpEngine:
         if self._device.type == "cpu":
             keep_freed()
         torch.manual_seed(seed)  # what new adapters start from
-        mesh = join(self._device.type, rank, world_size, init_method, COLLECTIVE_TIMEOUT)
+        mesh = join(self._device.type, rank, world_size, init_method, COLLECTIVE_TIMEOUT, settings.replicas)
         try:
             self._load(model, mesh)
         except BaseException:
@@ -92,8 +95,11 @@ class FsdpEngine:
             raise
         self._parameters = dict(self._model.named_parameters())
         trainable = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        self._optimizer = Optimizer(trainable, optimizer)
+        self._optimizer = Optimizer(trainable, optimizer, settings.replicas)
         self._unperturbed: dict[str, Tensor] = {}
+        self._gaps: dict[int, Tensor] = {}
+        self.gaps: Mapping[TrajectoryId, TurnGaps] = {}
+        """Of the trajectories that ``train`` computed last, under the weights before its first update."""
         self._savers: dist.ProcessGroup | None = None
         torch.manual_seed(derive(seed, "trainer", rank))
         counts = [sum(p.numel() for p in chosen.values()) for chosen in (trainable, self._parameters)]
@@ -102,13 +108,25 @@ class FsdpEngine:
     def _load(self, model: ModelSettings, mesh: DeviceMesh) -> None:
         """Load the model: only the first rank has all of it in memory, the others get their shards. Collective."""
         settings = self._settings
+        if flex_chosen() and self._device.type == "cpu":
+            raise ConfigError("RAYLOOP_ATTENTION: flex has no backward pass on a CPU. Unset the variable")
         self._model = from_first(lambda weights: load_model(model, dtype=torch.float32, weights=weights), mesh)
         self._names = checkpoint_names(self._model)
-        self._experts = family(self._model.config.model_type).experts
+        self.family = family(self._model.config.model_type)
         self._collator = Collator(self._model, model, settings, self._device)
-        self._choose_trainable()
-        learns_entropy = self._loss_settings.uses_entropy
-        self._scorer = shard(Scorer(self._model, settings.logprob_chunk, learns_entropy=learns_entropy), settings, mesh)
+        choose_trainable(self._model, settings, self._names, recomputes=settings.recomputes(self._device.type == "cuda"))
+        options: Any = {"learns_entropy": self._loss_settings.uses_entropy, "together": settings.sequence_parallel}
+        scorer = on_all_ranks(lambda: Scorer(self._model, settings.logprob_chunk, **options))
+        self._scorer = shard(scorer, settings, mesh)
+
+    def move(self, device: str | None = None) -> None:
+        """Move parameters, gradients and the optimizer's state to ``device``; None: where they are used. With ``cpu_offload`` they
+        stay in main memory."""
+        if not self._settings.cpu_offload:
+            self._scorer.to(device or self._device)
+            self._optimizer.move(device or self._device)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Leave the process group."""
@@ -116,9 +134,9 @@ class FsdpEngine:
         dist.destroy_process_group()
 
     def train(self, mini_batches: Sequence[Sequence[TrainItem]]) -> dict[str, float]:
-        """One optimizer update per mini-batch, in order; each holds this rank's share, which may be empty. Raises ValueError when
-        the ranks pass different numbers of mini-batches, DataFailure for an unusable image on any rank, Diverged after too many
-        skipped updates in a row."""
+        """One optimizer update per mini-batch, in order; each holds this rank's share, which may be empty, and which the ranks of a
+        sequence group have in common. Raises ValueError when the ranks pass different numbers of mini-batches, DataFailure for an
+        unusable image on any rank, Diverged after too many skipped updates in a row."""
         began = time.perf_counter()
         counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
         if counts[0] != -counts[1]:
@@ -127,7 +145,9 @@ class FsdpEngine:
         samples = on_all_ranks(lambda: [[self._collator.sample(item) for item in items] for items in mini_batches])
         if len(mini_batches) > 1:
             samples = self._with_old_logprobs(mini_batches, samples)
+        self._gaps.clear()
         updates = [self._update(share) for share in samples]
+        self.gaps = turn_gaps(mini_batches, samples, self._gaps)
         return self._report(updates, time.perf_counter() - began)
 
     def _with_old_logprobs(
@@ -148,15 +168,24 @@ class FsdpEngine:
     def _update(self, samples: Sequence[TrainSample]) -> Update:
         tokens, sequences = sum(len(s.predict) for s in samples), sum(len(s.predict) > 0 for s in samples)
         denominators = self._denominators(samples)
-        loss, metrics, contributing = 0.0, LossMetrics.zero(self._device), self._contributing(samples)
+        loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        metrics, contributing = LossMetrics.zero(self._device), self._contributing(samples)
         self._scorer.train()
-        for batch in self._batches(self._equal_number(self._collator.plan(contributing))):
-            part, part_metrics = self._loss(batch, denominators)
-            # The loss is a sum over the ranks, but FSDP averages their gradients.
-            (part * self._world_size).backward()
-            loss, metrics = loss + part.item(), metrics.merge(part_metrics)
-        computed = sum(len(s.predict) for s in contributing)
-        return Update(loss, metrics, self._optimizer.step(), tokens, computed, sequences)
+        plan, differences = self._equal_number(self._collator.plan(contributing)), list[Tensor]()
+        for number, batch in enumerate(self._batches(plan), 1):
+            self._reduce(number == len(plan))
+            part, part_metrics, gaps = self._loss(batch, denominators)
+            # The loss is a sum over the ranks, but FSDP averages their gradients; each of a sequence group has the whole loss.
+            (part * (self._world_size / self._settings.sequence_parallel)).backward()
+            loss, metrics = loss + part.detach(), metrics.merge(part_metrics)
+            differences.append(gaps)
+        computed, done = sum(len(s.predict) for s in contributing), self._optimizer.step()
+        planned = [sample for part in plan for sample in part]
+        each = torch.cat(differences).cpu().split([len(sample.predict) for sample in planned])  # the only copy, at the end
+        self._gaps.update(zip(map(id, planned), each, strict=True))
+        if self._rank % self._settings.sequence_parallel:  # what the ranks of a sequence group have in common counts once
+            return Update(0.0, LossMetrics.zero(self._device), done, 0, 0, 0)
+        return Update(float(loss), metrics, done, tokens, computed, sequences)
 
     def _denominators(self, samples: Sequence[TrainSample]) -> dict[str, Denominator]:
         """Of each stream, over all ranks."""
@@ -168,7 +197,7 @@ class FsdpEngine:
                     counts[3 * i] += n
                     counts[3 * i + 1] += 1.0
                     counts[3 * i + 2] += n / (sample.group_tokens or n)
-        sums = total(counts, self._device)
+        sums = total([count / self._settings.sequence_parallel for count in counts], self._device)
         return {stream: Denominator(*sums[3 * i : 3 * i + 3]) for i, stream in enumerate(STREAMS)}
 
     def _batches(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
@@ -178,9 +207,23 @@ class FsdpEngine:
             try:
                 batch = on_all_ranks(lambda: next(batches))
             except (RayloopError, ValueError):
-                self._optimizer.discard()
+                self._discard()
                 raise
             yield batch
+
+    def _reduce(self, last: bool) -> None:
+        """Let replicas sum gradients at the last micro-batch, and all ranks those of adapters, which wait whole: they are small."""
+        if self._settings.lora:
+            self._scorer.set_requires_gradient_sync(last)
+        else:
+            self._scorer.set_requires_all_reduce(last)
+
+    def _discard(self) -> None:
+        """Drop the gradients of an update, also those that wait to be summed."""
+        if (self._settings.replicas > 1 or self._settings.lora) and self._scorer.training:
+            self._reduce(last=True)
+            (0.0 * self._scorer(self._collator.batch([])).logprobs.sum()).backward()
+        self._optimizer.discard()
 
     def _contributing(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
         """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no forward pass: all shipped
@@ -194,12 +237,13 @@ class FsdpEngine:
         (most,) = total([max(1, len(plan))], self._device, dist.ReduceOp.MAX)
         return plan + [[] for _ in range(int(most) - len(plan))]
 
-    def _loss(self, batch: Batch, denominators: Mapping[str, Denominator]) -> tuple[Tensor, LossMetrics]:
-        """This micro-batch's part of the loss, and its metrics."""
+    def _loss(self, batch: Batch, denominators: Mapping[str, Denominator]) -> tuple[Tensor, LossMetrics, Tensor]:
+        """This micro-batch's part of the loss, its metrics, and the |difference| of the engine's and the old log-probs [N]."""
         current, entropy = self._scorer(batch, entropy=True)
+        old = current.detach() if batch.old is None else batch.old
         result = self._policy_loss(
             current,
-            current.detach() if batch.old is None else batch.old,
+            old,
             batch.behaviour,
             batch.advantage,
             batch.segment,
@@ -214,7 +258,7 @@ class FsdpEngine:
             if values is not None and denominator.tokens:
                 weights = token_weights(batch.segment, self._loss_settings, denominator, batch.group_tokens)
                 parts.append((getattr(batch, stream) * weights * values).sum())
-        return torch.stack(parts or [0.0 * current.sum()]).sum(), result.metrics
+        return torch.stack(parts or [0.0 * current.sum()]).sum(), result.metrics, (old - batch.behaviour).abs()
 
     def _report(self, updates: Sequence[Update], seconds: float) -> dict[str, float]:
         """Metrics of the step over all ranks, means over its applied updates; a skipped update is only counted."""
@@ -266,45 +310,50 @@ class FsdpEngine:
         self._scorer.reshard()  # the root stays gathered after a forward pass, and would miss changed weights
         return scores
 
-    def export(self, version: Version) -> dict[str, Tensor]:
-        """The full weights on the CPU in the compute dtype under their checkpoint names on rank 0, nothing elsewhere. Adapters are
-        merged in float32 into copies. ``version`` is only what the weights will be called."""
+    def export(self, version: Version, *, adapters: bool = False) -> dict[str, Tensor]:
+        """What ``stream`` yields, as copies on the CPU."""
+        made = self.stream(version, adapters=adapters)
+        return {name: tensor.to("cpu", copy=True, memory_format=torch.contiguous_format) for name, tensor in made}
+
+    def stream(self, version: Version, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Gathers the full weights in the compute dtype, one at a time: yields them under their checkpoint names on rank 0, nothing
+        elsewhere; all ranks must exhaust it. Adapters are merged in float32, or with ``adapters`` sent alone, under the names of
+        peft's files. They may share memory with the parameters. ``version`` is only what the weights will be called."""
         dtype = DTYPES[self._settings.dtype]
         logger.info("gathering the weights of version %s", version)
-        tensors: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
-            if is_adapter(name):
-                continue
-            full = self._merged(base_name(name), gather(parameter.detach()))
-            if self._rank == 0:
-                # Converted before it moves: a blocking copy to another type moves float32 and converts on the CPU.
-                typed = full.to(dtype)
-                here = typed.to("cpu", copy=typed is full)
-                saved = as_saved(self._experts, self._names[base_name(name)], here)
-                tensors |= {own: tensor.contiguous() for own, tensor in saved.items()}
-        return tensors
+            if is_adapter(name) is adapters:
+                full = self._full(name, parameter.detach(), dtype)
+                if self._rank == 0 and adapters:
+                    yield saved_name(name, self._names), full
+                elif self._rank == 0:
+                    yield from as_saved(self.family.experts, self._names[base_name(name)], full).items()
 
-    def _merged(self, name: str, weight: Tensor) -> Tensor:
-        down, up = (self._parameters.get(adapter) for adapter in adapter_names(name))
+    def _full(self, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A parameter, with its adapter, if it has one. Converted before it moves, unless an adapter is merged into it."""
+        down, up = (self._parameters.get(adapter) for adapter in adapter_names(base_name(name)))
         if self._settings.lora is None or down is None or up is None:
-            return weight
-        return merged(weight, gather(down.detach()), gather(up.detach()), self._settings.lora)
+            return gather(weight.to(dtype))
+        return merged(gather(weight), gather(down.detach()), gather(up.detach()), self._settings.lora).to(dtype)
 
     def parameter_groups(self) -> list[str]:
         """The parts of the model that ``perturb`` knows: embedding, head (if untied), language, vision, merger."""
         return list(model_groups(self._names.values()))
 
     def perturb(self, group: str) -> None:
-        """Add visible noise to one part of the model; ``restore_parameters`` undoes it bit for bit. Raises ValueError for an
-        unknown group, and when the last perturbation has not been undone."""
+        """Add visible noise to one part of the model, or to its ``ADAPTERS``; ``restore_parameters`` undoes it bit for bit. Raises
+        ValueError for an unknown group, and when the last perturbation has not been undone."""
         groups = model_groups(self._names.values())
+        if lora := self._settings.lora:
+            groups = {**groups, ADAPTERS: [name for name in self._parameters if is_adapter(name)]}
         if group not in groups or self._unperturbed:
             raise ValueError(f"cannot perturb {group!r}: choose one of {list(groups)}, and restore_parameters in between")
-        chosen = set(groups[group])
+        chosen, shards = set(groups[group]), self._world_size // self._settings.replicas
         for name, parameter in self._parameters.items():
-            if not is_adapter(name) and self._names[base_name(name)] in chosen:
-                generator = torch.Generator().manual_seed(derive(self._seed, "perturb", name, self._rank))
-                self._unperturbed[name] = add_noise(parameter, PERTURBATION, generator, self._device)
+            if (name if is_adapter(name) else self._names[base_name(name)]) in chosen:
+                generator = torch.Generator().manual_seed(derive(self._seed, "perturb", name, self._rank % shards))
+                least = lora.rank**0.5 / lora.alpha if lora and is_up(name) else 0.0  # a new adapter's is 0
+                self._unperturbed[name] = add_noise(parameter, PERTURBATION, generator, self._device, least)
 
     @torch.no_grad()
     def restore_parameters(self) -> None:
@@ -348,19 +397,3 @@ class FsdpEngine:
         trained = {name: p.detach() for name, p in self._parameters.items() if p.requires_grad}
         found = {"parameters": trained, "optimizer": self._optimizer.state(), "updates": torch.tensor(self._optimizer.updates)}
         return found | ({"coefficients": self._policy_loss.coefficients.state()} if self._loss_settings.adapts else {})
-
-    def _choose_trainable(self) -> None:
-        """Apply freezing, adapters and gradient checkpointing to the model as loaded. Raises ConfigError."""
-        lora, vision = self._settings.lora, self._settings.trains_vision
-        if self._settings.train_vision is not None and not has_vision(self._model.config):
-            raise ConfigError("policy.engine.train_vision: the model has no vision tower. Leave the key out")
-        self._model.requires_grad_(True)
-        if lora is not None:
-            add_adapters(self._model, lora, vision, self._names)
-        elif not vision:
-            groups = model_groups(self._names.values())
-            tower = {*groups["vision"], *groups["merger"]}
-            for name, parameter in self._model.named_parameters():
-                parameter.requires_grad_(self._names[name] not in tower)
-        if self._settings.recomputes(self._device.type == "cuda"):
-            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,4 +1,5 @@
-"""Low-rank adapters in the trainer. peft is imported where it is used: a trainer without adapters starts without it."""
+"""What is trained of a model: low-rank adapters, or parts of it. peft is imported where it is used: a trainer without adapters
+starts without it."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -10,12 +11,30 @@ from transformers import PreTrainedModel
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import UNADAPTED, experts
-from rayloop.engines.models import model_groups
-from rayloop.engines.settings import LoraSettings
+from rayloop.engines.models import has_vision, model_groups
+from rayloop.engines.settings import FsdpSettings, LoraSettings
 
 logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
+
+
+def choose_trainable(model: PreTrainedModel, settings: FsdpSettings, names: Mapping[str, str], *, recomputes: bool) -> None:
+    """Apply freezing, adapters and, if it ``recomputes``, gradient checkpointing to a model as loaded. ``names``: its parameters'
+    checkpoint names. Raises ConfigError."""
+    if settings.train_vision is not None and not has_vision(model.config):
+        raise ConfigError("policy.engine.train_vision: the model has no vision tower. Leave the key out")
+    model.requires_grad_(True)
+    if settings.lora is not None:
+        add_adapters(model, settings.lora, settings.trains_vision, names)
+    elif not settings.trains_vision:
+        groups = model_groups(names.values())
+        tower = {*groups["vision"], *groups["merger"]}
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(names[name] not in tower)
+    if recomputes:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.disable_input_require_grads()  # else a frozen tower keeps its activations, and has a backward pass
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings, vision: bool, checkpoint_names: Mapping[str, str]) -> None:
@@ -71,6 +90,17 @@ def adapter_names(weight: str) -> tuple[str, str]:
     """Names of the two adapter matrices, down [rank, in] and up [out, rank], of the weight with this base name."""
     layer = weight.removesuffix(".weight")
     return f"{layer}.lora_A.{ADAPTER}.weight", f"{layer}.lora_B.{ADAPTER}.weight"
+
+
+def is_up(name: str) -> bool:
+    """Whether a parameter is the second matrix of an adapter, which is 0 at first."""
+    return ".lora_B." in name
+
+
+def saved_name(name: str, checkpoint_names: Mapping[str, str]) -> str:
+    """The name of an adapter's matrix in peft's files, by the layer's in the checkpoint."""
+    layer, _, _ = name.partition(".lora_")
+    return f"base_model.model.{checkpoint_names[f'{layer}.weight'].removesuffix('weight')}lora_{'AB'[is_up(name)]}.weight"
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, settings: LoraSettings) -> Tensor:

@@ -49,19 +49,19 @@ class OptimizerStep:
 
 
 class Optimizer:
-    """Updates ``parameters`` (sharded by FSDP over all ranks of the default process group) from their gradients."""
+    """Updates ``parameters`` (sharded by FSDP over all ranks of the default process group, of which there may be ``replicas``) from
+    their gradients."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings, replicas: int = 1) -> None:
         self._parameters = dict(parameters)
-        self._settings = settings
+        self._settings, self._replicas = settings, replicas
         self._optimizer = _make(list(parameters.values()), settings)
-        self.updates = 0
-        self._skipped = 0
+        self.updates = self._skipped = 0
 
     def step(self) -> OptimizerStep:
         """One update; gradients are gone afterwards. Raises Diverged when too many in a row were not finite."""
         gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
-        norm = _global_norm(gradients)
+        norm = _global_norm(gradients) / self._replicas**0.5
         lr = learning_rate(self._settings, self.updates)
         applied = math.isfinite(norm)
         if applied:
@@ -79,6 +79,11 @@ class Optimizer:
                 "Lower policy.optimizer.lr, or inspect the last batch"
             )
         return OptimizerStep(norm, lr, applied)
+
+    def move(self, device: torch.device | str) -> None:
+        """Move the optimizer's own tensors."""
+        for own in self._optimizer.state.values():
+            own |= {name: tensor.to(device) for name, tensor in own.items()}
 
     def discard(self) -> None:
         """Drop the gradients of an update."""

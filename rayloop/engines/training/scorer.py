@@ -1,6 +1,7 @@
 """Log-probs of sampled tokens under a Hugging Face model (docs/algorithm.md, section 1); old, current and reference log-probs."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,14 +9,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import Trajectory
-from rayloop.engines.attention import use_packed_sdpa
+from rayloop.engines.attention import shares_prompts, use_packed
 from rayloop.engines.models import image_features, load_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.collator import Collator
+from rayloop.engines.training.sequence import SequenceGroup, SplitRow
+from rayloop.engines.training_settings import LONG, TILE
 from rayloop.grpo.batch import Batch, TrainSample, by_segment
 from rayloop.transports.manifest import DTYPES
 
@@ -29,18 +33,71 @@ class Scores(NamedTuple):
 
 class Scorer(nn.Module):
     """A language model with its head, called on packed batches. ``chunk``: positions whose logits exist at a time.
-    ``learns_entropy``: the entropy has a gradient; otherwise it is measured only."""
+    ``learns_entropy``: the entropy has a gradient; otherwise it is measured only. ``together``: ranks in a row that share rows:
+    each returns all log-probs, and gets the sum of the gradients that the others have of its own."""
 
-    def __init__(self, model: Any, chunk: int, *, learns_entropy: bool = False) -> None:
+    def __init__(self, model: Any, chunk: int, *, learns_entropy: bool = False, together: int = 1) -> None:
         super().__init__()
-        use_packed_sdpa(model)
+        use_packed(model)
+        for layer in model.modules():
+            mlp: Any = getattr(layer, "mlp", None)
+            if isinstance(layer, GradientCheckpointingLayer) and hasattr(mlp, "down_proj"):
+                mlp.forward = partial(_tiled, mlp.forward)
         self.model = model
-        self.chunk = chunk
-        self.learns_entropy = learns_entropy
+        self.head = TokenScorer(model, chunk, learns_entropy)
+        self.ranks = SequenceGroup.join(together, model) if together > 1 else None
 
     def forward(self, batch: Batch, *, entropy: bool = False) -> Scores:
         """Log-probs of ``batch.targets``, and the entropy of the distributions they were drawn from."""
-        hidden = self.hidden(batch)[batch.predict]
+        row = self.ranks.split(batch) if self.ranks else None
+        batch = row.own() if row else batch
+        hidden = self.hidden(batch, row)
+        hidden = hidden[batch.predict.to(hidden.device, non_blocking=True)]
+        logprobs, entropies = self.head(hidden, batch, entropy)
+        joined = row.joined if row else Tensor.contiguous
+        return Scores(joined(logprobs), joined(entropies) if entropy else None)
+
+    def hidden(self, batch: Batch, row: SplitRow | None = None) -> Tensor:
+        """Last hidden states [T, H], of the slice [t, H] of a ``row``."""
+        # Packing works only without a mask and without a cache; otherwise samples silently attend to each other.
+        # Text models take [1, T] ids; models with M-RoPE cut row 0 of [4, 1, T] off to find where a sample begins.
+        positions = batch.position_ids[0] if len(batch.position_ids) == 1 else batch.position_ids
+        inputs: dict[str, Any] = self._inputs(batch, row) | ({"starts": batch.starts} if shares_prompts(self.model) else {})
+        if row:
+            positions, inputs["row"] = positions[..., row.slice], row
+        return self.model.base_model(position_ids=positions, attention_mask=None, use_cache=False, **inputs).last_hidden_state[0]
+
+    def _inputs(self, batch: Batch, row: SplitRow | None) -> dict[str, Tensor]:
+        """The tokens and images of the whole row or its slice; an image that several samples have is encoded once."""
+        ids = batch.token_ids[:, row.slice] if row else batch.token_ids
+        if batch.pixel_values is None or batch.image_grid is None or batch.image_index is None:
+            return {"input_ids": ids}
+        if not family(self.model.config.model_type).pooled:
+            grids = batch.image_grid.to(batch.pixel_values.device)
+            return {"input_ids": ids, "pixel_values": batch.pixel_values, "image_grid_thw": grids}
+        encode, places = partial(image_features, self.model), batch.image_places
+        if places is None:
+            places = (batch.token_ids[0] == self.model.config.image_token_id).nonzero()[:, 0].cpu()
+        encoded = row.images(encode) if row else encode(batch.pixel_values, batch.image_grid)
+        embeddings = self.model.get_input_embeddings()(ids)
+        images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)
+        if row:
+            first, end = torch.searchsorted(places, torch.tensor([row.slice.start, row.slice.stop])).tolist()
+            images, places = images[first:end], places[first:end] - row.slice.start
+        return {"inputs_embeds": embeddings.index_copy(1, places.to(ids.device, non_blocking=True), images[None])}
+
+
+class TokenScorer(nn.Module):
+    """The head of ``Scorer``: a unit of FSDP, whose weights are gathered once in each pass for all chunks."""
+
+    def __init__(self, model: Any, chunk: int, learns_entropy: bool) -> None:
+        super().__init__()
+        self.weights = model.get_output_embeddings()
+        self.chunk, self.learns_entropy = chunk, learns_entropy
+        self._logits = partial(logits_of, model)
+
+    def forward(self, hidden: Tensor, batch: Batch, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies [N] of last hidden states [N, H]."""
         # An empty batch still makes one (empty) chunk: its log-probs stay connected to the graph.
         *earlier, last = range(0, max(1, len(hidden)), self.chunk)
         # Each chunk is recomputed in the backward pass, but for the last, which comes first there: [N, vocabulary] is never held.
@@ -50,30 +107,10 @@ class Scorer(nn.Module):
         ]
         chunks.append(self._chunk(hidden, batch, slice(last, last + self.chunk), entropy))
         logprobs, entropies = zip(*chunks, strict=True)
-        return Scores(torch.cat(logprobs), torch.cat(entropies) if entropy else None)
-
-    def hidden(self, batch: Batch) -> Tensor:
-        """Last hidden states [T, H]."""
-        # Packing works only without a mask and without a cache; otherwise samples silently attend to each other.
-        # Text models take [1, T] ids; models with M-RoPE cut row 0 of [4, 1, T] off to find where a sample begins.
-        positions = batch.position_ids[0] if len(batch.position_ids) == 1 else batch.position_ids
-        output = self.model.base_model(position_ids=positions, attention_mask=None, use_cache=False, **self._inputs(batch))
-        return output.last_hidden_state[0]
-
-    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """The row's tokens and images; an image that several samples have is encoded once."""
-        if batch.pixel_values is None or batch.image_grid is None or batch.image_index is None:
-            return {"input_ids": batch.token_ids}
-        if not family(self.model.config.model_type).pooled:
-            return {"input_ids": batch.token_ids, "pixel_values": batch.pixel_values, "image_grid_thw": batch.image_grid}
-        encoded = image_features(self.model, batch.pixel_values, batch.image_grid)
-        embeddings = self.model.get_input_embeddings()(batch.token_ids)
-        images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)
-        places = (batch.token_ids == self.model.config.image_token_id)[..., None]
-        return {"inputs_embeds": embeddings.masked_scatter(places, images)}
+        return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
     def _chunk(self, hidden: Tensor, batch: Batch, part: slice, entropy: bool) -> tuple[Tensor, Tensor | None]:
-        logits = logits_of(self.model, hidden[part]).float()
+        logits = self._logits(hidden[part]).float()
         kept = None if batch.kept is None else batch.kept[part]
         logp = masked_logprobs(logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens, kept)
         chosen = logp.gather(1, batch.targets[part, None])[:, 0]
@@ -81,6 +118,13 @@ class Scorer(nn.Module):
             return chosen, None
         with torch.set_grad_enabled(self.learns_entropy and torch.is_grad_enabled()):
             return chosen, -(logp.exp() * logp).sum(1)
+
+
+def _tiled(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """``forward`` of [..., T, H], tile by tile if T is above ``LONG``."""
+    if hidden.shape[-2] <= LONG:
+        return forward(hidden)
+    return torch.cat([checkpoint(forward, tile, use_reentrant=False) for tile in hidden.split(TILE, -2)], -2)
 
 
 class _Hidden(tuple[Tensor]):
@@ -96,8 +140,7 @@ class _Hidden(tuple[Tensor]):
 
 
 def logits_of(model: Any, hidden: Tensor) -> Tensor:
-    """Logits [n, V] from last hidden states [n, H], by the model's own forward pass around its head: families scale, cap or shift
-    them there."""
+    """Logits [n, V] of last hidden states [n, H], by the model's own forward pass: families scale, cap or shift them there."""
     below, output = model.base_model, _Hidden((hidden[None],))
     below.forward = lambda *_, **__: output
     try:
@@ -156,7 +199,6 @@ class FrozenScorer:
         def scored(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
             samples = [self._collator.sample(TrainItem(segment, 0.0)) for segment in segments]
             plan = self._collator.plan(samples)
-            scores = score(self._scorer, samples, plan, self._collator.ahead(plan))
-            return [logprobs.numpy() for logprobs in scores]
+            return [logprobs.numpy() for logprobs in score(self._scorer, samples, plan, self._collator.ahead(plan))]
 
         return by_segment(trajectories, scored)

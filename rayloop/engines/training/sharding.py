@@ -35,8 +35,13 @@ def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> d
         raise WorkerStartFailed(f"the place {host}:{port} where the policy's ranks meet cannot be {what}: {error}") from error
 
 
-def join(device_type: str, rank: int, world_size: int, init_method: str | dist.Store | None, timeout: float) -> DeviceMesh:
-    """Meet the other ranks (``timeout`` in seconds): gloo on the CPU, NCCL and gloo on CUDA. None: they have met."""
+def join(
+    device_type: str, rank: int, world_size: int, init_method: str | dist.Store | None, timeout: float, replicas: int = 1
+) -> DeviceMesh:
+    """Meet the other ranks (``timeout`` in seconds): gloo on the CPU, NCCL and gloo on CUDA. None: they have met. Returns the mesh
+    [ranks] of FSDP, or [replicas, ranks / replicas] of HSDP (arXiv:2304.11277). Raises ConfigError when that is no whole number."""
+    if world_size % replicas:
+        raise ConfigError(f"policy.engine.replicas: {replicas} does not divide policy.ranks ({world_size})")
     if init_method is not None:
         where: dict[str, Any] = {"init_method" if isinstance(init_method, str) else "store": init_method}
         dist.init_process_group(
@@ -46,30 +51,35 @@ def join(device_type: str, rank: int, world_size: int, init_method: str | dist.S
             world_size=world_size,
             timeout=timedelta(seconds=timeout),
         )
-    return init_device_mesh(device_type, (world_size,))
+    if replicas == 1:
+        return init_device_mesh(device_type, (world_size,))
+    return init_device_mesh(device_type, (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def shard(scorer: Scorer, settings: FsdpSettings, mesh: DeviceMesh) -> FSDPModule:
-    """Shard in place: one FSDP unit per transformer block of language model and vision tower, the rest in the root. Each unit has
-    the values of the first rank, which go round before it is sharded: of the others none ever has more than a unit and its share.
+    """Shard in place: one FSDP unit per transformer block of language model and vision tower, of embedding and head, unless they
+    are one, and the rest in the root, which stays whole until the backward pass has ended. Each unit has the values of the first
+    rank, which go round before it is sharded: of the others none ever has more than a unit and its share.
 
     Parameters stay float32; they are cast to ``settings.dtype`` when gathered, and gradients are reduced in float32.
     What goes into a block is not cast: the vision tower computes its rotary embedding in float32, as reference and engine do.
     """
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if settings.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(DTYPES[settings.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in [m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer)]:
+    embedding, head = scorer.model.get_input_embeddings(), scorer.model.get_output_embeddings()
+    apart = [embedding, scorer.head] if head is not None and embedding.weight is not head.weight else []
+    for block in [*apart, *(m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer))]:
         _spread(block, mesh)
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     _spread(scorer, mesh)
-    # The root is the Scorer, not the model: its forward pass is what gathers the head.
-    return fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    # The root is the Scorer, not the model: its forward pass is what gathers the rest. The model has the head's weights, too.
+    others = {parameter for parameter in scorer.parameters() if isinstance(parameter, DTensor)}
+    return fully_shard(scorer, mesh=mesh, mp_policy=policy, offload_policy=offload, ignored_params=others)
 
 
 @torch.no_grad()
 def _spread(unit: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace the unit's parameters, but for those that are sharded, by copies of the first rank's on the mesh's device; one that
-    modules share stays one. Collective."""
+    """Replace the unit's unsharded parameters by the first rank's, on the mesh's device; shared ones stay shared. Collective."""
     if mesh.size() == 1:
         return
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -78,8 +88,7 @@ def _spread(unit: nn.Module, mesh: DeviceMesh) -> None:
             if isinstance(parameter, DTensor):
                 continue
             if parameter not in made:
-                values = _of_first(parameter, mesh.device_type)
-                made[parameter] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                made[parameter] = nn.Parameter(_of_first(parameter, mesh.device_type), requires_grad=parameter.requires_grad)
             setattr(module, name, made[parameter])
 
 
@@ -166,11 +175,13 @@ def on_all_ranks(build: Callable[[], T], within: float | None = None) -> T:
 
 
 @torch.no_grad()
-def add_noise(parameter: nn.Parameter, scale: float, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Add noise of ``scale`` times the parameter's root mean square; returns the shard as it was. Collective."""
+def add_noise(
+    parameter: nn.Parameter, scale: float, generator: torch.Generator, device: torch.device, least: float = 0.0
+) -> Tensor:
+    """Add noise of ``scale`` times the parameter's root mean square, or ``least``; returns the shard as it was. Collective."""
     shard = local(parameter)
     before = shard.clone()
     square, count = total([shard.double().square().sum().item(), shard.numel()], device)
     noise = torch.randn(shard.shape, generator=generator).to(shard)
-    shard.add_(noise, alpha=scale * (square / max(1.0, count)) ** 0.5)
+    shard.add_(noise, alpha=scale * max(least, (square / max(1.0, count)) ** 0.5))
     return before

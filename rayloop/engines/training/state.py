@@ -121,8 +121,7 @@ class _Writer(_AnyFolder, StorageWriter):
                 if item.type == WriteItemType.BYTE_IO:
                     raise ValueError(f"{item.index.fqn} is no tensor")
                 data = _bytes_of(planner.resolve_data(item).detach())
-                at = tuple(item.index.offset or ())
-                piece = Piece(at, (), name, total.size, data.nbytes, Checksum().then(data).crc32)
+                piece = Piece(tuple(item.index.offset or ()), (), name, total.size, data.nbytes, Checksum().then(data).crc32)
                 self._write(file, data)
                 total = total.then(data)
                 results.append(WriteResult(item.index, data.nbytes, piece))
@@ -145,8 +144,7 @@ class _Writer(_AnyFolder, StorageWriter):
             if not isinstance(tensor, TensorStorageMetadata):
                 raise ValueError(f"{name} is no tensor")
             pieces = [replace(_at(found[name], tuple(c.offsets)), shape=tuple(c.sizes)) for c in tensor.chunks]
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            entries[name] = TensorEntry(dtype, tuple(tensor.size), tuple(pieces))
+            entries[name] = TensorEntry(str(tensor.properties.dtype).removeprefix("torch."), tuple(tensor.size), tuple(pieces))
         text = index.write(entries)
         index.read(text)
         write_whole(self._folder / index.FILE, text)

@@ -12,8 +12,7 @@ ERROR_BOUND = 0.2
 
 
 class Coefficients:
-    """The coefficients of the KL and the entropy term. ``after`` is called with each step's metrics; ``state`` and ``load`` keep
-    them over a restart."""
+    """The coefficients of the KL and the entropy term. ``after`` gets each step's metrics; ``state`` and ``load``: for restarts."""
 
     def __init__(self, settings: LossSettings) -> None:
         kl, entropy = settings.kl_coef, settings.entropy_coef
@@ -29,8 +28,7 @@ class Coefficients:
         return self._base if self._open else 0.0
 
     def after(self, metrics: Mapping[str, float], sequences: float) -> dict[str, float]:
-        """Adapts to one step's ``kl`` and ``entropy`` (nats a token) over ``sequences`` trajectories. Returns the coefficients that
-        adapt, for the log."""
+        """Adapts to a step's ``kl`` and ``entropy`` (nats a token) over ``sequences`` trajectories. Returns what adapts, to log."""
         if self._kl is not None and "kl" in metrics:
             error = min(max(metrics["kl"] / self._kl.target - 1, -ERROR_BOUND), ERROR_BOUND)
             self.kl *= max(0.0, 1 + error * sequences / self._kl.horizon)

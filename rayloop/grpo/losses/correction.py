@@ -18,8 +18,7 @@ class Weights:
 
 
 def anchor(old: Tensor, behaviour: Tensor, rule: Correction | None) -> Tensor:
-    """The log-probs [N] in the ratio's denominator: the trainer's old ones (decoupled PPO, arXiv:2110.00641), or the engine's with
-    ``bypass`` (PPO, arXiv:1707.06347)."""
+    """Log-probs [N] under the ratio: the trainer's old ones (arXiv:2110.00641); with ``bypass`` the engine's (arXiv:1707.06347)."""
     return behaviour if rule is not None and rule.bypass else old
 
 

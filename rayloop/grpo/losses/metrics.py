@@ -1,8 +1,7 @@
 """What the trainer logs of its loss, as sums that ranks and micro-batches add up."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -29,24 +28,16 @@ class LossMetrics:
     maxima: Tensor
 
     @classmethod
-    def zero(cls, device: torch.device | str = "cpu") -> LossMetrics:
+    def zero(cls, device: torch.device | str = "cpu") -> Self:
         """Returns the metrics of no token, which a rank without tokens contributes."""
         sums, maxima = (torch.zeros(len(names), dtype=torch.float64, device=device) for names in (SUMS, MAXIMA))
         return cls(sums, maxima)
 
     @classmethod
     def of(
-        cls,
-        *,
-        ratio: Tensor,
-        clips: LossOutputs,
-        capped: Tensor,
-        mismatch: Tensor,
-        mismatch_k3: Tensor,
-        kl: Tensor | None = None,
-        entropy: Tensor | None = None,
-        lag: Tensor | None = None,
-    ) -> LossMetrics:
+        cls, *, ratio: Tensor, clips: LossOutputs, capped: Tensor, mismatch: Tensor, mismatch_k3: Tensor,
+        kl: Tensor | None = None, entropy: Tensor | None = None, lag: Tensor | None = None,
+    ) -> Self:  # fmt: skip
         """Returns the metrics of per-token values [N]. ``clips``: its masks; ``mismatch``: old - behaviour, nats."""
         weight = torch.exp(mismatch.double().clamp(-RATIO_BOUND, RATIO_BOUND))
         low, high, dual = (
@@ -65,7 +56,7 @@ class LossMetrics:
             sums += [_sum(mismatch.abs() * bucket) for bucket in buckets]
         return cls(torch.stack(sums), torch.stack([_max(ratio), _max(mismatch.abs())]))
 
-    def merge(self, other: LossMetrics) -> LossMetrics:
+    def merge(self, other: "LossMetrics") -> "LossMetrics":
         """The metrics of both sets of tokens."""
         return LossMetrics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 

@@ -46,8 +46,7 @@ class Denominator:
 
 class PolicyLoss:
     """The losses of each token. rl: ``w * surrogate - entropy_coef * entropy``; ref_kl: ``w * kl_coef * kl``; ce: ``-current``.
-    ``w``: importance weight (rayloop/grpo/losses/correction.py). Raises ConfigError, pydantic.ValidationError for a loss of your
-    own that cannot be built."""
+    ``w``: importance weight (``correction.py``). Raises ConfigError, pydantic.ValidationError for a loss that cannot be built."""
 
     def __init__(self, settings: LossSettings) -> None:
         self._settings = settings
@@ -55,23 +54,14 @@ class PolicyLoss:
         self.coefficients = Coefficients(settings)
 
     def __call__(
-        self,
-        current: Tensor,
-        old: Tensor,
-        behaviour: Tensor,
-        advantage: Tensor,
-        segment: Tensor,
-        *,
-        reference: Tensor | None = None,
-        entropy: Tensor | None = None,
-        on_policy: Tensor | None = None,
+        self, current: Tensor, old: Tensor, behaviour: Tensor, advantage: Tensor, segment: Tensor, *,
+        reference: Tensor | None = None, entropy: Tensor | None = None, on_policy: Tensor | None = None,
         lag: Tensor | None = None,
-    ) -> PerToken:
+    ) -> PerToken:  # fmt: skip
         """All arguments are [N]: log-probs of the sampled tokens, advantages, trajectories (int64), entropies in nats. ``current``
-        and ``entropy`` carry the gradient; every other log-prob is a constant.
-        ``on_policy`` (bool) marks replayed tokens treated as on-policy: their behaviour is ``old`` and their weight 1.
-        ``lag`` (int64) is each token's version lag in steps, for the metrics only.
-        Raises ValueError when a coefficient is positive but its input is missing, and what a loss of your own raises."""
+        and ``entropy`` carry the gradient; every other log-prob is a constant. ``on_policy`` (bool) marks replayed tokens treated
+        as on-policy: their behaviour is ``old`` and their weight 1. ``lag`` (int64) is each token's version lag in steps, for the
+        metrics only. Raises ValueError when a positive coefficient lacks its input, and what a loss of your own raises."""
         settings, reference = self._settings, None if reference is None else reference.detach()
         if settings.uses_kl and reference is None:
             raise ValueError("kl_coef is positive, but the batch carries no reference log-probs")
@@ -111,8 +101,7 @@ class PolicyLoss:
 
 
 def top_entropy(entropy: Tensor, segment: Tensor, share: float) -> Tensor:
-    """Returns bool [N]: whether a token is one of the ``ceil(share * n)`` with the most ``entropy`` [N] among the n of its
-    trajectory, the earlier of equal ones."""
+    """Bool [N]: the ``ceil(share * n)`` tokens with most ``entropy`` [N] of the n of a trajectory, the earlier of equal ones."""
     chosen = torch.zeros_like(segment, dtype=torch.bool)
     for number in segment.unique():
         places = (segment == number).nonzero().flatten()
@@ -122,11 +111,10 @@ def top_entropy(entropy: Tensor, segment: Tensor, share: float) -> Tensor:
 
 
 def token_weights(segment: Tensor, settings: LossSettings, denominator: Denominator, group_tokens: Tensor | None = None) -> Tensor:
-    """Returns weights [N] float32; ``(weights * loss).sum()``, summed over all micro-batches and ranks, is the loss of the
-    update. ``segment`` [N] int64 >= 0 is the trajectory of each token; a trajectory is never split over micro-batches.
-    ``group_tokens`` [N]: the loss tokens of each token's group in the update, for prompt-mean.
-    token-mean: DAPO (arXiv:2503.14476); seq-mean-token-mean: GRPO (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783).
-    Raises ValueError for an empty denominator."""
+    """Returns weights [N] float32; ``(weights * loss).sum()``, summed over all micro-batches and ranks, is the loss of the update.
+    ``segment`` [N] int64 is the trajectory of each token, ascending; never split over micro-batches. ``group_tokens`` [N]: the loss
+    tokens of each token's group in the update, for prompt-mean. token-mean: DAPO (arXiv:2503.14476); seq-mean-token-mean: GRPO
+    (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783). Raises ValueError for an empty denominator."""
     if denominator.tokens <= 0 or denominator.sequences <= 0:
         raise ValueError(f"an update over {denominator.tokens:g} tokens of {denominator.sequences:g} trajectories")
     ones = torch.ones(segment.shape, dtype=torch.float32, device=segment.device)
@@ -136,8 +124,8 @@ def token_weights(segment: Tensor, settings: LossSettings, denominator: Denomina
         case "seq-mean-token-sum":
             return ones / denominator.sequences
         case "seq-mean-token-mean":
-            lengths = torch.bincount(segment)[segment]
-            return ones / (denominator.sequences * lengths)
+            first, last = (torch.searchsorted(segment, segment, right=right) for right in (False, True))
+            return ones / (denominator.sequences * (last - first))
         case "prompt-mean":
             if group_tokens is None or denominator.prompts <= 0:
                 raise ValueError("aggregation: prompt-mean needs the tokens of each group")

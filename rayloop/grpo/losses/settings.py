@@ -1,9 +1,7 @@
 """Settings of the policy-gradient loss, a class for each kind (docs/algorithm.md, section 6). No torch."""
 
-from __future__ import annotations
-
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, Tag, model_validator
 from pydantic.dataclasses import dataclass
@@ -29,8 +27,7 @@ class KlTerm:
 @dataclass(frozen=True, config=VALUE)
 class AdaptiveKl:
     """``kl_coef: {start, target, horizon}`` (arXiv:1909.08593, equation 4): after a step of n trajectories the coefficient is
-    multiplied by ``1 + n / horizon * error``, with ``error = kl / target - 1`` clipped to +-0.2; ``kl`` and ``target`` in nats a
-    token."""
+    multiplied by ``1 + n / horizon * error``, ``error = kl / target - 1`` clipped to +-0.2; both in nats a token."""
 
     start: PositiveFloat
     target: PositiveFloat
@@ -40,8 +37,7 @@ class AdaptiveKl:
 @dataclass(frozen=True, config=VALUE)
 class AdaptiveEntropy:
     """``entropy_coef: {target, step, start}`` (Skywork-OR1, arXiv:2505.22312, section 4.2): after each step the coefficient grows
-    by ``step`` when the entropy is below ``target`` nats a token, else it falls, to 0 at least. It applies while the entropy that
-    was last measured is at most ``target``."""
+    by ``step`` when the entropy is below ``target`` nats a token, else it falls, to 0 at least, and does not apply."""
 
     target: PositiveFloat
     step: PositiveFloat = 0.005
@@ -91,8 +87,7 @@ class LossSettings(SettingsModel):
     gradient, for the reward. low_var_kl: k3, at most 10 (verl). ``{estimator: k1, in: reward}`` puts it into the advantages;
     ``{estimator: k3, unbiased: true}`` is right for stale tokens too."""
     entropy_coef: float | AdaptiveEntropy = Field(0.0)
-    """A bonus for entropy. 0 unless entropy collapses while rewards are still poor; then small (0.001 to 0.02).
-    ``{target: 0.2}`` adapts it."""
+    """A bonus for entropy: 0 unless entropy collapses while rewards are poor, then 0.001 to 0.02. ``{target: 0.2}`` adapts it."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
     """Share of each trajectory's tokens, those with the most entropy, that have a policy gradient (arXiv:2506.01939 has 0.2)."""
     correction: Literal["decoupled", "bypass", "none"] | Correction = "decoupled"
@@ -129,7 +124,7 @@ class LossSettings(SettingsModel):
         return {"decoupled": Correction(), "bypass": BYPASS, "none": None}[self.correction]
 
     @model_validator(mode="after")
-    def _terms(self) -> LossSettings:
+    def _terms(self) -> Self:
         for name in ("kl_coef", "entropy_coef"):
             if isinstance(value := getattr(self, name), float) and value < 0:
                 raise ValueError(f"{name} is {value:g}; it must be 0 or more")
@@ -150,8 +145,7 @@ class PpoLoss(LossSettings):
     clip_high: float = Field(0.2, ge=0)
     """Raise it above ``clip_low`` (0.28 in DAPO, arXiv:2503.14476; 0.3 in ARPO) to let rare good tokens grow."""
     dual_clip: float | None = Field(3.0, gt=1)
-    """Bounds the loss of a negative advantage at dual_clip * |A|. None: off. Lower it when single tokens of bad samples throw
-    the policy off."""
+    """Bounds the loss of a negative advantage at dual_clip * |A|. None: off. Lower it when single tokens throw the policy off."""
 
 
 class GspoLoss(LossSettings):
@@ -168,8 +162,7 @@ class GspoLoss(LossSettings):
 
 
 class CispoLoss(LossSettings):
-    """CISPO (MiniMax-M1, arXiv:2506.13585, equation 4): the clipped ratio is a constant weight, so that no token loses its
-    gradient."""
+    """CISPO (MiniMax-M1, arXiv:2506.13585, equation 4): the clipped ratio is a constant weight: no token loses its gradient."""
 
     kind: Literal["cispo"] = "cispo"
     clip_low: float = Field(1.0, ge=0, le=1)
@@ -189,8 +182,7 @@ class SapoLoss(LossSettings):
 
 
 class DppoLoss(LossSettings):
-    """DPPO with the binary total variation (arXiv:2602.04879): a token counts while its probability, not its ratio, stays near the
-    engine's."""
+    """DPPO with the binary total variation (arXiv:2602.04879): a token counts while its probability stays near the engine's."""
 
     kind: Literal["dppo"] = "dppo"
     clip_low: float = Field(0.2, ge=0)

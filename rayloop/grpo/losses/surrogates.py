@@ -40,8 +40,7 @@ class LossInputs:
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of ``values`` [N] over each token's trajectory, at each token [N]."""
-        lengths = torch.bincount(self.segment)
-        return values.new_zeros(len(lengths)).index_add(0, self.segment, values)[self.segment]
+        return values.new_zeros(len(torch.bincount(self.segment))).index_add(0, self.segment, values)[self.segment]
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,7 @@ def test_a_failing_episode_leaves_its_cohort(text_folder: Path) -> None:
 @pytest.mark.parametrize("where", ["reset", "step"])
 def test_a_hung_environment_is_reported_as_such(text_folder: Path, where: str) -> None:
     faulty = {"use": FAULTY, "with": {where: {"t1": "hang"}, "hang": 1.0}}
-    failure = failed(run(actor(text_folder, faulty, reset_timeout=0.1, step_timeout=0.1), Engine()))
+    failure = failed(run(actor(text_folder, faulty, step_timeout=0.1), Engine()))
     assert failure.cause is Cause.HUNG
     assert Unscored.of(failure).kind is UnscoredKind.ENVIRONMENT_FAILURE
 
@@ -382,7 +382,7 @@ def test_a_failure_to_render_reaches_all_who_show_the_same(text_folder: Path) ->
 
 def test_who_waits_for_the_same_prompt_waits_its_own_time(text_folder: Path) -> None:
     """All are late for one thread that renders, which is counted once."""
-    player = actor(text_folder, {"use": "rayloop.envs.single_turn:SingleTurn"}, max_turns=1, reset_timeout=0.1)
+    player = actor(text_folder, {"use": "rayloop.envs.single_turn:SingleTurn"}, max_turns=1, step_timeout=0.1)
     Counted(player, 0.6)
     before = hanging()
     summaries = group(player, EIGHT, Engine())[0]
@@ -447,7 +447,7 @@ def test_a_member_that_is_late_asks_alone(text_folder: Path, monkeypatch: pytest
     monkeypatch.setattr("rayloop.actors.lease.PATIENCE", 0.05)
     faulty = {"use": FAULTY, "with": {"reset": {"late": "hang"}, "hang": 1.5}}
     engine = Engine()
-    player = actor(text_folder, faulty, max_turns=1, reset_timeout=20.0)
+    player = actor(text_folder, faulty, max_turns=1, step_timeout=20.0)
     summaries = group(player, [named("well", 0), named("late", 1), named("well", 2)], engine)[0]
     assert all(isinstance(summary, Summary) for summary in summaries)
     assert sorted(map(len, engine.together)) == [1, 2]
@@ -520,7 +520,7 @@ def test_coroutines_can_be_played(text_folder: Path, isolation: str) -> None:
 def test_a_broken_environment_of_its_own_process_costs_its_episode_only(text_folder: Path, fault: str) -> None:
     """The neighbours have begun before it breaks, and end after."""
     settings = {"tasks": ["sick"], "does": fault}
-    player = actor(text_folder, {"use": f"{ENVIRONMENTS}:Fault", "isolation": "process", "with": settings}, step_timeout=0.5)
+    player = actor(text_folder, {"use": f"{ENVIRONMENTS}:Fault", "isolation": "process", "with": settings}, step_timeout=8.0)
     gate = asyncio.Event()
 
     async def wait(number: int) -> None:

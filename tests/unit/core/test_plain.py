@@ -51,12 +51,12 @@ SUMMARY = Summary(
     ID, 2, "train-5", "digits", EndReason.TOOL_DEADLINE, length=90, sampled_tokens=4, turns=3, images=2,
     observation_images=1, images_consistent=False, first_version=Version(2, 5), last_version=Version(2, 6),
     env_result=0.1, seconds=1.5, prompt_tokens=80, cut=True, sent=ImagesSent(3, 1000, 1),
-    turn_rewards=(0.5, -2.0 / 3.0), states=("00c0ffee00c0ffee",) * 2,
+    turn_rewards=(0.5, -2.0 / 3.0), states=("00c0ffee00c0ffee",) * 2, spans=(("reset", 1.5, 2.25), ("step", 3.0, 3.5)),
 )  # fmt: skip
 IMAGE = ImageRef("3fa2", 28, 56, (1, 2, 4), 2, path="images/a.png")
 SAMPLED = Turn(
     "assistant", (5, 6, 151643), (), (-0.1, -1e-300, -2.0 / 3.0), Version(2, 5), FinishReason.STOP_STRING, True, True, -2.0 / 3.0,
-    Kept.of([[5, 8], [6], [2, 9, 151643]]),
+    Kept.of([[5, 8], [6], [2, 9, 151643]]), (1.5, 2.25, 3.0),
 )  # fmt: skip
 TRAJECTORY = Trajectory(
     ID, 2, "train-5", 2**63 + 11, (Turn("user", (1, 2), (IMAGE,)), SAMPLED, Turn("tool", ())),
@@ -99,6 +99,8 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
         group.map({0: dataclasses.replace(group.members[0], reference=None)}) for group in (found, GROUP)
     ]  # arrays have no equality of their own
     assert plain_only[0] == plain_only[1]
+    assert found.members[0].summary.spans == SUMMARY.spans
+    assert found.members[0].payload.turns[1].times == SAMPLED.times
     traces = [member.outcome.trace for member in found.members]  # which equality leaves out
     assert traces == ["Traceback", "Traceback"]
 
@@ -161,7 +163,7 @@ OF_THE_PROCESS = {
     "AcceptanceRate": {"_memory", "_floor"},
     "TaskCursor": {"_count", "_seed", "_shuffle", "_tiers"},
     "Ledger": set(),
-    "Reporter": {"config", "folder", "updates", "_evaluation", "_step", "_unwritten", "_left_out", "_longest",
+    "Reporter": {"config", "folder", "updates", "gaps", "_evaluation", "_step", "_unwritten", "_left_out", "_longest",
                  "_warned_of_grace", "loggers"},
     "LengthRatio": {"_keep"},
 }  # fmt: skip

@@ -14,7 +14,7 @@ import ray
 from rayloop.actors.policy import PolicyRank, RankSettings
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.grpo.losses.settings import PpoLoss
-from rayloop.transports.settings import CudaIpcTransport, ObjectStoreTransport, TransportSettings
+from rayloop.transports.settings import ObjectStoreTransport, TransportSettings
 
 Open = Callable[[TransportSettings], None]
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -60,8 +60,3 @@ def test_what_the_environment_says_of_the_allocator_counts(opens: Open, name: st
     os.environ[name] = "max_split_size_mb:128"
     opens(ObjectStoreTransport())
     assert {key: os.environ.get(key) for key in NAMES} == dict.fromkeys(NAMES) | {name: "max_split_size_mb:128"}
-
-
-def test_memory_that_another_process_opens_does_not_grow(opens: Open) -> None:
-    opens(CudaIpcTransport())
-    assert not set(NAMES) & os.environ.keys()

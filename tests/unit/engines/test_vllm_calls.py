@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import sys
 import threading
 import types
@@ -44,13 +45,13 @@ class Llm:
         self.answering.set()
         self.reasons: list[str] = []
         self.logprobs: dict[str, Any] = {"logprobs": SimpleNamespace(logprobs=[-1.0], token_ids=[8]), "sampling_mask": None}
-        self.faults: list[str | None] = [None]
+        self.faults: list[bytes | None] = [None]
 
     async def add_request(self, number: str, prompt: dict[str, Any], parameters: Any) -> None:
         await self.preparing.wait()
         self.log.append("added")
 
-    async def generate(self, prompt: dict[str, Any], parameters: Any, number: str) -> AsyncIterator[Any]:
+    async def generate(self, prompt: dict[str, Any], parameters: Any, number: str, lora_request: Any) -> AsyncIterator[Any]:
         await self.add_request(number, prompt, parameters)
         await self.answering.wait()
         reason = self.reasons.pop(0) if self.reasons else "length"
@@ -63,7 +64,7 @@ class Llm:
     async def resume_generation(self) -> None:
         self.log.append("resumed")
 
-    async def collective_rpc(self, name: str, args: Any = ()) -> list[str | None]:
+    async def collective_rpc(self, name: str, args: Any = ()) -> list[bytes | None]:
         return self.faults
 
     async def reset_encoder_cache(self) -> None: ...
@@ -79,6 +80,7 @@ def made_with(arguments: Any, usage_context: str = "engine", **options: Any) -> 
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, known in {
         "vllm": {},
+        "vllm.config": {"ProfilerConfig": dict},
         "vllm.engine.arg_utils": {"AsyncEngineArgs": dict},
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=made_with)},
         "vllm.usage.usage_lib": {"UsageContext": SimpleNamespace(LLM_CLASS="offline")},
@@ -99,9 +101,7 @@ def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(test: Callable[[VllmEngine, Any], Awaitable[None]], **options: Any) -> None:
     async def go() -> None:
-        engine = VllmEngine(
-            ModelSettings(path="x"), VllmEngineSettings.model_validate(options), EnginePlace(scratch=lambda: "folder")
-        )
+        engine = VllmEngine(ModelSettings(path="x"), VllmEngineSettings.model_validate(options), EnginePlace())
         assert engine._llm.log == ["offline"], "the device decides how many tokens a step holds"
         await load(engine, OLD)
         engine._llm.log.clear()
@@ -238,7 +238,7 @@ def test_an_answer_that_arrives_while_weights_are_loaded_is_the_old_weights_answ
         asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
         await settle()
 
-        async def rpc(name: str, args: Any = ()) -> list[str | None]:
+        async def rpc(name: str, args: Any = ()) -> list[bytes | None]:
             llm.answering.set()
             await settle()
             return [None]
@@ -255,7 +255,7 @@ def test_an_answer_after_a_failed_load_is_none() -> None:
         llm.answering.clear()
         asked = asyncio.create_task(engine.generate(PROMPT, Sampling()))
         await settle()
-        llm.faults = ["a checksum is wrong"]
+        llm.faults = [pickle.dumps(WeightSyncError("a checksum is wrong"))]
         with pytest.raises(WeightSyncError):
             await load(engine, NEW)
         llm.faults = [None]
@@ -340,8 +340,8 @@ def test_scales_of_quantised_weights_are_not_missed_and_weights_are(monkeypatch:
         monkeypatch.setattr(vllm_worker, repacks, lambda model: None)
     whole = {"weight": torch.ones(2)}
     with pytest.raises(WeightSyncError, match="scale is missing"):
-        Quantised(None)._load(manifest(OLD, whole), whole)
+        Quantised(None)._load(OLD, iter(whole.items()))
     worker = Quantised("fp8")
-    worker._load(manifest(OLD, whole), whole)
+    worker._load(OLD, iter(whole.items()))
     with pytest.raises(WeightSyncError, match="weight is missing"):
-        worker._load(manifest(NEW, {}), {})
+        worker._load(NEW, iter(()))

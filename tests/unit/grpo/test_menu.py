@@ -18,6 +18,7 @@ from torch import Tensor
 from rayloop.config.explain import members, models
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import Streams, Task, TrajectoryId
+from rayloop.engines.settings import FsdpSettings
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.grpo.advantage import build_advantage, over_step, with_advantages
 from rayloop.grpo.losses.policy import STREAMS, Denominator, PolicyLoss
@@ -140,7 +141,7 @@ def denominators(values: Values) -> dict[str, Denominator]:
         here = (values["segment"] == number).nonzero()[:, 0]
         streams = Streams(*(float(values[name][here[0]]) for name in STREAMS))
         samples.append(SimpleNamespace(predict=here, streams=streams, group_tokens=int(values["group_tokens"][here[0]])))
-    engine: Any = SimpleNamespace(_device=torch.device("cpu"))
+    engine: Any = SimpleNamespace(_device=torch.device("cpu"), _settings=FsdpSettings())
     return FsdpEngine._denominators(engine, samples)  # type: ignore[arg-type]
 
 
@@ -154,7 +155,7 @@ def ours(values: Values, loss: PolicyLoss, settings: LossSettings, update: dict[
         **{name: value for name, value in values.items() if name not in ("current", "entropy")},
         entropies=entropy, on_policy=torch.zeros(len(current), dtype=torch.bool), lag=torch.zeros(len(current), dtype=torch.int64),
     )  # fmt: skip
-    total, _ = FsdpEngine._loss(engine, batch, update)
+    total, *_ = FsdpEngine._loss(engine, batch, update)
     gradients = torch.autograd.grad(total, (current, entropy), allow_unused=True)
     return total.item(), torch.stack([torch.zeros_like(current) if g is None else g for g in gradients]).double()
 

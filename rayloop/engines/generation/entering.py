@@ -1,0 +1,42 @@
+"""Requests that a library still prepares when new weights come: they carry the version of the present ones."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Entering:
+    """The requests that the library has and its scheduler has not, by their ids."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, asyncio.Event] = {}
+
+    @contextmanager
+    def request(self, number: str) -> Iterator[None]:
+        """The call of the library for the request ``number``."""
+        self._events[number] = asyncio.Event()
+        try:
+            yield
+        finally:
+            self._entered(number)
+
+    def noticed(self, send: Callable[..., Awaitable[Any]], number: Callable[[Any], str] = str) -> Callable[..., Awaitable[Any]]:
+        """``send`` as the library must call it to give a request to its scheduler; its first argument has the ``number``."""
+
+        async def noticed(first: Any, *arguments: Any, **options: Any) -> Any:
+            try:
+                return await send(first, *arguments, **options)
+            finally:
+                self._entered(number(first))
+
+        return noticed
+
+    async def all_in(self) -> None:
+        """Returns when the scheduler has all of them, or their calls have ended."""
+        for event in list(self._events.values()):
+            await event.wait()
+
+    def _entered(self, number: str) -> None:
+        if event := self._events.pop(number, None):
+            event.set()

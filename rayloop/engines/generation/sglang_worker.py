@@ -1,0 +1,46 @@
+"""Runs inside SGLang's processes: receives a broadcast of weights there."""
+
+import os
+import pickle
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rayloop.core.failures import BroadcastFailed, WeightSyncError
+from rayloop.transports.collective import BroadcastReceiver
+
+LOADER = f"{__name__}.take"
+"""By this name SGLang finds its custom weight loader."""
+_RECEIVERS: list[BroadcastReceiver] = []
+"""That of this process, from its first broadcast on."""
+
+
+def take(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Receive the broadcast that ``SglangEngine.receive`` describes in the only tensor; verify and load its weights, bucket by
+    bucket. The fault, or the names, go into a file: SGLang drops what a custom loader returns, and ends when it raises."""
+    [(_, packed)] = named_tensors
+    version, broadcast, folder = pickle.loads(packed.cpu().numpy().tobytes())
+    settings, meeting = pickle.loads(broadcast)
+    if not _RECEIVERS:
+        _RECEIVERS.append(BroadcastReceiver(settings))
+    weights, names = _RECEIVERS[0].stream(version, meeting), list[str]()
+
+    def noted() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            names.append(name)
+            yield name, tensor
+
+    found: Exception | list[str] = names
+    try:
+        try:
+            model.load_weights(noted())
+        finally:
+            deque(weights, maxlen=0)  # the other members of the group go on
+    except (WeightSyncError, BroadcastFailed) as error:
+        found = error
+    except Exception as error:
+        found = WeightSyncError(f"version {version}: SGLang did not take the weights: {error!r}")
+    (Path(folder) / str(os.getpid())).write_bytes(pickle.dumps(found))

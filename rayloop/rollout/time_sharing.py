@@ -1,0 +1,107 @@
+"""Engines and policy ranks that have the same GPUs in turn (``enable_sleep_mode`` in ``rollout.engine.extra``): a state machine::
+
+    ROLLOUT --engines sleep--> NOBODY --ranks wake--> POLICY --ranks sleep--> NOBODY --engines wake--> ROLLOUT
+
+Each call may be repeated: a switch that fails leaves the GPUs to nobody, and the next one does all its calls again.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from rayloop.core.protocols import Level
+
+T = TypeVar("T")
+
+
+GpuHolder = Literal["rollout", "nobody", "policy"]
+"""Who has tensors on the GPUs."""
+
+
+@dataclass(frozen=True)
+class Sleepers:
+    """Calls of all engines and all ranks. Engines that are lost meanwhile are left out; a lost rank raises PolicyLost."""
+
+    engines_sleep: Callable[[Level], Awaitable[object]]
+    engines_wake: Callable[[], Awaitable[object]]
+    ranks_sleep: Callable[[], Awaitable[object]]
+    ranks_wake: Callable[[], Awaitable[object]]
+
+
+class TimeSharing:
+    """The holder of the GPUs. With ``level`` None both roles keep what they have, and nothing is called."""
+
+    def __init__(self, level: Level | None = None, calls: Sleepers | None = None) -> None:
+        self._level: Level = level or "level1"
+        self._calls = calls if level else None
+        self._switching = asyncio.Lock()
+        self.holder: GpuHolder = "rollout"
+        self._playing = asyncio.Event()
+        self._playing.set()
+
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """An engine starts within: it waits until the engines have the GPUs, and they keep them meanwhile."""
+        while self._calls is not None:
+            await self._playing.wait()
+            async with self._switching:
+                if self.holder == "rollout":
+                    yield
+                    return
+        yield
+
+    async def start_ranks(self, start: Awaitable[T]) -> T:
+        """Await the start of all ranks, which have the GPUs afterwards."""
+        if self._calls is None:
+            return await start
+        async with self._switching:
+            await self._begin().engines_sleep("level1")
+            started = await start
+            self._hold("policy")
+            return started
+
+    async def to_policy(self) -> None:
+        """The ranks compute next, and new weights follow: engines may drop theirs."""
+        await self._to_policy(self._level)
+
+    async def to_rollout(self) -> None:
+        """The engines play next. Of level2 they have no weights until they load some."""
+        async with self._switching:
+            if self.holder != "rollout":
+                calls = self._begin()
+                await calls.ranks_sleep()
+                await calls.engines_wake()
+                self._hold("rollout")
+
+    @asynccontextmanager
+    async def ranks_between(self) -> AsyncIterator[None]:
+        """The ranks compute within, and the engines play on with the weights that they have. Switches back also after an error."""
+        before = self.holder
+        await self._to_policy("level1")
+        try:
+            yield
+        finally:
+            if before == "rollout":
+                await self.to_rollout()
+
+    async def _to_policy(self, level: Level) -> None:
+        async with self._switching:
+            if self._calls is not None and self.holder != "policy":
+                calls = self._begin()
+                await calls.engines_sleep(level)
+                await calls.ranks_wake()
+                self._hold("policy")
+
+    def _begin(self) -> Sleepers:
+        assert self._calls is not None
+        self._hold("nobody")
+        return self._calls
+
+    def _hold(self, holder: GpuHolder) -> None:
+        self.holder = holder
+        if holder == "rollout":
+            self._playing.set()
+        else:
+            self._playing.clear()

@@ -1,0 +1,119 @@
+"""An update of each shipped configuration with GPUs, by the trainer itself, on a CUDA device whose tensors have no values."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.train import flops
+from rayloop.estimate.memory import CARDS, CONTEXT
+from tests.gpu_fake.models import TOWER, Row, configurations, run_of, text_of
+from tests.gpu_fake.table import PEAKS, measured
+
+pytestmark = [
+    pytest.mark.gpu_fake,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed: it compiles the device"),
+    pytest.mark.timeout(900),
+]
+TABLE: dict[str, float] = json.loads(PEAKS.read_text(encoding="utf-8"))
+CARD = 80
+ONCE = {"train", "_denominators", "_equal_number", "_update", "_global_norm", "_report", "finalize"}
+"""Functions that wait for the device once in an update, however many micro-batches it has."""
+
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def every() -> dict[str, Found]:
+    """What was measured, by configuration."""
+    return measured(configurations())
+
+
+@pytest.fixture(params=sorted(TABLE))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def found(every: dict[str, Found], name: str) -> Found:
+    return every[name]
+
+
+def test_the_table_has_every_configuration(every: dict[str, Found]) -> None:
+    assert sorted(TABLE) == sorted(every), "python -m tests.gpu_fake.table"
+
+
+def test_an_update_needs_the_memory_that_it_did(found: Found, name: str) -> None:
+    """Much below: write it down (``python -m tests.gpu_fake.table``), and mend the comments that name it."""
+    assert found["peak_gib"] == pytest.approx(TABLE[name], rel=0.03), found["at_peak"]
+
+
+def test_an_update_fits_the_card(found: Found, name: str) -> None:
+    """Of a card that the trainer shares, it may have its part."""
+    share = min(1.0, run_of(name).policy.placement.num_gpus)
+    assert found["peak_gib"] + CONTEXT <= share * CARDS[CARD]
+
+
+def test_rows_of_arpo_leave_space_on_four_cards(every: dict[str, Found]) -> None:
+    name = "recipes/arpo/arpo.yaml"
+    assert run_of(name).policy.ranks == 4
+    assert every[name]["peak_gib"] + CONTEXT + 10 <= CARDS[CARD]
+
+
+def test_the_estimate_is_that_memory(found: Found) -> None:
+    assert found["estimate_gib"] == pytest.approx(found["peak_gib"], rel=0.05), (found["estimate"], found["at_peak"])
+
+
+def test_all_tensors_are_on_the_device(found: Found) -> None:
+    assert found["devices"] == ["cuda:0"]
+
+
+def test_no_micro_batch_waits_for_the_device(found: Found) -> None:
+    assert {place.rpartition(" ")[2] for place in found["waits"]} <= ONCE, found["waits"]
+
+
+def test_each_unit_is_gathered_twice_and_reduced_once(found: Found, name: str) -> None:
+    """The root stays gathered between the passes; a frozen tower has no backward pass, for which FSDP prefetches one unit in vain.
+    One rank gathers nothing."""
+    config = run_of(name)
+    policy, layers, depth = config.policy, text_of(config)["num_hidden_layers"], TOWER["depth"]
+    if policy.ranks == 1:
+        assert "all_gathers" not in found
+        return
+    trained, embedding = policy.engine.trains_vision, not text_of(config)["tie_word_embeddings"]
+    assert found["all_gathers"] == 1 + 2 * (layers + 2 * embedding) + (2 * depth if trained else depth + 1)
+    assert found["reduce_scatters"] == 1 + layers + 2 * embedding + (depth if trained else 0)
+
+
+def test_members_that_share_a_prompt_run_one_masked_kernel(found: Found, name: str) -> None:
+    config = run_of(name)
+    row, layers = Row.longest(config), text_of(config)["num_hidden_layers"]
+    assert found["attention"].get("masked", 0) == (2 * layers if row.share and row.trajectories > 1 else 0), "forward, and again"
+    assert max(found["padded_queries"].values()) < 0.1
+
+
+def test_products_are_those_of_the_formula(every: dict[str, Found]) -> None:
+    """``benchmarks.train.flops``, whose part that is linear in the tokens are the products. Layers are computed twice forward, but
+    for the last product of each, the MLP's projection down: torch stops when it has what the backward pass needs."""
+    name = "recipes/presets/gpu_8.yaml"
+    row, text = Row.longest(run_of(name)), text_of(run_of(name))
+
+    def products(tokens: int, predicted: int) -> float:
+        head = 6.0 * text["hidden_size"] * text["vocab_size"]
+        linear = 2 * flops(text, 1, 0, tokens) - flops(text, 1, 0, 2 * tokens) / 2 - head * tokens
+        down = 2.0 * text["num_hidden_layers"] * text["hidden_size"] * text["intermediate_size"] * tokens
+        return 4 / 3 * (linear + head * predicted) - down
+
+    patches = 4 * row.lengths.images
+    layer = 4 * TOWER["hidden_size"] ** 2 + 3 * TOWER["hidden_size"] * TOWER["intermediate_size"]  # type: ignore[operator]
+    expected = products(row.tokens, row.trajectories * row.lengths.response) + 8 * TOWER["depth"] * layer * patches  # type: ignore[operator]
+    expected -= 2 * TOWER["depth"] * TOWER["hidden_size"] * TOWER["intermediate_size"] * patches  # type: ignore[operator]
+    assert every[name]["flops"]["products"] == pytest.approx(expected, rel=0.05)
+
+
+def test_the_recipes_with_gpus_are_found() -> None:
+    assert Path("recipes/presets/gpu_1.yaml") in configurations()
