@@ -1,6 +1,7 @@
 """``bench scale``: the real driver with simulated engines, environments and trainer, whose times come from a file of latencies.
 
-``cost`` gives the driver's CPU time per trajectory by the number of episodes in flight. ``async`` compares bounded staleness with
+``cost`` gives the driver's CPU time per trajectory by the number of episodes in flight. ``engines`` gives it, and that of a weight
+sync, by the number of rollout engines, and how many of them one driver feeds at most. ``async`` compares bounded staleness with
 synchronous steps; both have a bound that follows from the latencies alone: engines that are never idle, and steps that last as
 long as the slowest of their trajectories.
 """
@@ -26,6 +27,9 @@ from rayloop.launch.ray_variables import private_cluster
 LATENCIES = Path(__file__).with_name("latencies.json")
 """Seconds per episode, mean 1, long-tailed: 4,096 draws of a log-normal distribution (sigma 0.8) cut at 6 times the mean."""
 IN_FLIGHT = (1, 8, 64, 256, 1024, 2048)
+ENGINES = (8, 64, 512)
+SLOTS = 16
+"""Sequences that an engine of ``engines`` decodes at once."""
 BATCH = 512
 """Trajectories of a step of ``async``, as many as all its engines decode at once."""
 WARM = 2
@@ -33,11 +37,13 @@ WARM = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=("cost", "async"), help="CPU of a trajectory, or asynchronous steps beside others")
+    parser.add_argument("what", choices=("cost", "engines", "async"), help="CPU by episodes or engines, or asynchronous steps")
     parser.add_argument("--latencies", type=Path, default=LATENCIES, metavar="FILE", help="JSON list of seconds")
     parser.add_argument("--in-flight", type=int, nargs="*", default=IN_FLIGHT, help="cost: episodes in flight")
     parser.add_argument("--rate", type=float, default=40.0, help="cost: trajectories per second")
     parser.add_argument("--trajectories", type=int, default=1024, help="cost: that are measured, at least")
+    parser.add_argument("--engines", type=int, nargs="*", default=ENGINES, help="engines: numbers of rollout engines")
+    parser.add_argument("--episode", type=float, default=60.0, help="engines: mean seconds of an episode")
     parser.add_argument("--latency", type=float, default=6.0, help="async: mean seconds of an episode")
     parser.add_argument("--staleness", type=int, default=4, help="async: the bound")
     parser.add_argument("--steps", type=int, default=4, help="async: that are measured, and twice as many asynchronous ones")
@@ -46,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _scale(arguments: argparse.Namespace) -> int:
     latencies = json.loads(arguments.latencies.read_text(encoding="utf-8"))
-    measure = _cost if arguments.what == "cost" else _async
+    measure = {"cost": _cost, "engines": _engines, "async": _async}[arguments.what]
     with private_cluster() as temporary:
         from rayloop.cluster.session import session  # imports ray, which reads the environment
 
@@ -67,6 +73,20 @@ def _cost(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str
         found.append({"in_flight": count, **_run(load, latencies)})
         print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     return {"cost": found}
+
+
+def _engines(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str, Any]:
+    """Engines of ``SLOTS`` sequences, all taken; a step trains as many episodes as are in flight. ``engines_at_most``: with so many
+    engines that are never idle the driver's one core is full, at this CPU time of a trajectory."""
+    found = []
+    for count in arguments.engines:
+        flight = count * SLOTS
+        load = Load(count, SLOTS, 8, flight // 8, 1, WARM + 2, arguments.episode, 1.0, 0.0)
+        run = _run(load, latencies)
+        full = 1000 * arguments.episode / (SLOTS * run["cpu_ms_per_trajectory"])
+        found.append({"engines": count, "in_flight": flight, **run, "engines_at_most": int(full)})
+        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
+    return {"episode_s": arguments.episode, "engines": found}
 
 
 def _async(arguments: argparse.Namespace, latencies: Sequence[float]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 from benchmarks.load import Load
@@ -93,11 +94,11 @@ class SimulatedPolicy:
     async def fetch(self, groups: Sequence[Group], **options: Any) -> set[TrajectoryId]:
         return set()
 
-    async def all(self, method: Callable[..., Any]) -> list[dict[str, float]]:
+    async def all(self, method: Callable[..., Any]) -> list[tuple[dict[str, float], dict[TrajectoryId, Any]]]:
         """The driver calls ``train`` alone in this way."""
         assert method is PolicyRank.train
         await asyncio.sleep(self._seconds)
-        return [{}]
+        return [({}, {})]
 
     async def check_shared(self, folder: Path) -> None: ...
 
@@ -114,7 +115,7 @@ class SimulatedServices(TrainingServices):
     latencies: Sequence[float]
 
     async def start(self, admit_engine: Callable[[Any], Awaitable[None]]) -> None:
-        options = {"num_cpus": 0, "max_concurrency": 4 * CONCURRENCY}
+        options = {"num_cpus": 0, "max_concurrency": 4 * max(CONCURRENCY, self.load.engines * self.load.slots)}
         self.world = create(World, options, self.load, self.latencies)
         world = cast(Handle[Any], self.world)  # every role in one
         settings = self.config.recovery
@@ -134,12 +135,19 @@ class SimulatedDriver(Driver):
     def __init__(self, *made: Any) -> None:
         super().__init__(*made)
         self.marks: list[tuple[float, float, float, Counter[str]]] = []
+        self.syncs: list[tuple[float, float]] = []
+        """Seconds and CPU seconds of the driver during each weight sync."""
 
     async def verify(self) -> None: ...
 
     async def observe(self) -> None: ...
 
     async def checkpoint(self, last: bool = False) -> None: ...
+
+    async def sync_weights(self) -> None:
+        began, cpu = time.monotonic(), time.process_time()
+        await super().sync_weights()
+        self.syncs.append((time.monotonic() - began, time.process_time() - cpu))
 
     async def record(self, report: Mapping[str, float], collected: Collected) -> None:
         await super().record(report, collected)
@@ -173,6 +181,8 @@ class SimulatedActor(DriverActor):
             "trajectories": finished,
             "cpu_ms_per_trajectory": round(1000 * (cpu_end - cpu) / finished, 3),
             "trained_per_s": round(trained / seconds, 2),
+            "sync_ms": round(1000 * median(wall for wall, _ in driver.syncs), 1),
+            "sync_cpu_ms": round(1000 * median(cpu for _, cpu in driver.syncs), 1),
             "idle_share": round(1 - (busy_end - busy) / seconds / (load.engines * load.slots), 3),
             "filtered_share": round(sum(n for state, n in counts.items() if state.startswith("filtered")) / finished, 3),
             "stale_share": round(sum(n for state, n in counts.items() if state.startswith("stale")) / finished, 3),

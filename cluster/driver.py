@@ -5,8 +5,9 @@ import asyncio
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ import ray
 from rayloop.actors.handles import Handle
 from rayloop.actors.lease import LeasesEngines
 from rayloop.actors.policy import PolicyRank
+from rayloop.actors.profiling import Profiles
 from rayloop.actors.reference import ReferenceActor
 from rayloop.cluster.loop.ending import ended
 from rayloop.cluster.loop.refreshing import RefreshedReference
@@ -43,6 +45,7 @@ from rayloop.run.identity import about, changes
 from rayloop.run.order import held_out_rows, training_rows
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter
+from rayloop.view.completions import completions
 from rayloop.view.words import quoted
 
 REFERENCE_SHARE = 1 / 6
@@ -69,6 +72,7 @@ class Driver:
         self.timings = Timings()
         self.ledger = Ledger()
         self.weight_sync = WeightSync(config, services, reporter)
+        self.profiles = Profiles(config, reporter.folder.path, services, lambda why: reporter.event(incidents.WarningEvent(why)))
         self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.WarningEvent(why)))
         self.reference = RefreshedReference(config.reference.refresh_every, reporter.folder.path)
         self.saving = Saving(
@@ -82,8 +86,7 @@ class Driver:
         for why in filter(None, (on_training_rows(config), never_evaluated(config))):
             reporter.event(incidents.WarningEvent(why))
         self.held_out = held_out_rows(config, reporter)
-        quarantine = self.rollouts.quarantine
-        self.player = EpisodeRunner(config, services, handle, reporter.event, quarantine, self.history)
+        self.player = EpisodeRunner(config, services, handle, reporter.event, self.rollouts.quarantine, self.history)
         self.initial = self.state()
 
     async def run(self) -> None:
@@ -96,11 +99,12 @@ class Driver:
         ):  # a dead producer cancels collect(): no silent hang
             await self.evaluate()
             while not self.done:
-                collected = await self.collect()
-                async with self.weight_sync.making:
-                    report = await self.train(collected.groups)
-                    self.step += 1
-                    await self.sync_weights()
+                async with self.profiles.step(self.step + 1):
+                    collected = await self.collect()
+                    async with self.weight_sync.making:
+                        report = await self.train(collected.groups)
+                        self.step += 1
+                        await self.sync_weights()
                 await self.evaluate()
                 await self.record(report, collected)
                 await self.checkpoint()
@@ -146,7 +150,7 @@ class Driver:
             try:
                 if self.lost:
                     began = time.monotonic()
-                    await until_stopped(self.stopping, self.services.policy.rebuild())
+                    await until_stopped(self.stopping, self.services.sharing.start_ranks(self.services.policy.rebuild()))
                     seconds = round(time.monotonic() - began, 3)
                     self.reporter.event(incidents.PolicyRebuilt(seconds, self.services.policy.places))
                 return await self.services.policy.while_there(self.run())
@@ -261,7 +265,7 @@ class Driver:
         reference = self.services.reference.within(self.config.policy.step_timeout * REFERENCE_SHARE, ATTEMPTS)
         folder = None if self.reference.folder is None else str(self.reference.folder.resolve())
         lost, arrays = await reference.split(1 + len(kept), ReferenceActor.annotate, payloads, folder)
-        group = group.with_references({i: array for (i, _), array in zip(kept, arrays, strict=True)})
+        group = group.map({i: replace(group.members[i], reference=array) for (i, _), array in zip(kept, arrays, strict=True)})
         if lost:
             ids = {kept[i][1].summary.id for i in lost}
             self.rollouts.lose(ids)
@@ -272,11 +276,13 @@ class Driver:
     async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
         """One step of the trainer, on the shares that the ranks have fetched."""
         self.updating = True
-        report, *_ = await self.services.policy.all(PolicyRank.train)
+        await self.services.sharing.to_policy()
+        found = await self.services.policy.all(PolicyRank.train)
         self.rollouts.ready.settle_trained(groups)
         self.origin.check()  # before the weights of this step are synced or recorded
         self.reporter.trained(self.step + 1, groups)
-        return report
+        self.reporter.gaps = {trajectory: gaps for _, of_rank in found for trajectory, gaps in of_rank.items()}
+        return found[0][0]
 
     @timed("testing")
     async def evaluate(self, ending: bool = False) -> None:
@@ -304,17 +310,19 @@ class Driver:
         self.rollouts.alarms.evaluated(first=self.step <= (0 if self.config.evaluation.first else self.config.evaluation.every))
 
     async def record(self, report: Mapping[str, float], collected: Collected) -> None:
-        """Metrics of the step, and a sample of its groups with texts and images."""
+        """Metrics of the step, and a sample of its groups with texts and images, trained and dropped ones in turn."""
         self.ledger.check()
         self.rollouts.alarms.step(report)
         if self.rollouts.alarms.unseen:
             await self.observe()
-        trained = {group.number: group for group in collected.groups}
-        sample = [trained.get(g.number, g) for g in sorted(collected.finished, key=lambda g: g.number)]
-        await self.dump(sample[: self.config.keep_rollouts], self.step)
+        trained = {group.number: group for group in sorted(collected.groups, key=lambda g: g.number)}
+        dropped = [g for g in sorted(collected.finished, key=lambda g: g.number) if g.number not in trained]
+        shown, sample = self.config.console.samples, [g for two in zip_longest(trained.values(), dropped) for g in two if g]
+        records = await self.dump(sample[: max(self.config.keep_rollouts, min(shown, 1))], self.step)
         ledger, seconds = self.ledger.counts(), self.timings.take()
-        metrics = self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics())
-        self.rollouts.alarms.recorded(metrics)
+        self.rollouts.alarms.recorded(self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics()))
+        if shown and records:
+            self.reporter.updates.append(("samples", completions(records, shown)))
 
     @timed("logprob_check")
     async def observe(self) -> None:

@@ -96,7 +96,6 @@ def progress(driver: Driver) -> tuple[int, int] | None:
         case "testing":
             return driver.player.evaluation
         case "gen":
-            groups = len(driver.rollouts.in_flight) + len(driver.rollouts.finished.groups)
-            begun = groups * driver.config.algorithm.group_size
+            begun = (len(driver.rollouts.in_flight) + len(driver.rollouts.finished.groups)) * driver.config.algorithm.group_size
             return max(begun - driver.player.playing, 0), begun
     return None

@@ -5,7 +5,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import PolicyLost, ResourcesUnavailable, WorkerLost
+from rayloop.rollout.time_sharing import Sleepers, TimeSharing
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, demand, needs, total
 from rayloop.run.preflight import held_in
@@ -81,9 +82,11 @@ class Services:
     ``up``: actors to start, and started. ``weights``: the folder where transports and engines write weight updates."""
 
     trains = False
+    starting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
     def __init__(self, config: RunConfig, folder: str, emit: Emit) -> None:
         self.config, self.folder = config, folder
+        self.rollout_engine = config.engine.beside(config.policy.engine) if self.trains else config.engine
         self._emit = emit
         self._group: PlacementGroup | None = None
         self.nodes = Nodes(emit)
@@ -102,8 +105,8 @@ class Services:
         self._watching = asyncio.create_task(self.nodes.watch())
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
-            lambda options: create(RolloutActor, options, c.model, c.engine, c.transport, self.weights),
-            admit_engine,
+            lambda options: create(RolloutActor, options, c.model, self.rollout_engine, c.transport, self.weights),
+            admit_engine, self.starting,
         )  # fmt: skip
         self.environment = self._pool(
             "environment", c.environment.actors, c.environment.placement,
@@ -132,11 +135,13 @@ class Services:
     def _pool(
         self, role: str, size: int, placement: Placement, make: Callable[[dict[str, Any]], Handle[A]],
         admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
+        starting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> Pool[A]:  # fmt: skip
         """``make`` creates an actor of the role with Ray's options."""
         return Pool(
-            role, size, lambda slot: make(self._options(role, slot, placement)), self.config.recovery, self._emit, admit, self.nodes
-        )
+            role, size, lambda slot: make(self._options(role, slot, placement)), self.config.recovery, self._emit, admit,
+            self.nodes, starting,
+        )  # fmt: skip
 
     def _options(self, role: str, slot: int, placement: Placement) -> dict[str, Any]:
         """Ray's options for one actor in its bundle. The dashboard shows it under the name of its role."""
@@ -184,7 +189,7 @@ class TrainingServices(Services):
         c = config
         settings = RankSettings(
             c.model, c.trainer, c.optimizer, c.policy.loss, c.transport, self.weights, c.seed,
-            adapter_reference=c.reference_kind == "adapter_off",
+            adapter_reference=c.reference_kind == "adapter_off", adapters_alone=self.rollout_engine.adapters is not None,
         )  # fmt: skip
         placement, ranks = c.policy.placement, c.policy.ranks
 
@@ -192,6 +197,12 @@ class TrainingServices(Services):
             return create(PolicyRank, self._options("policy", rank, placement), settings, rank, ranks)
 
         self.policy = PolicyGroup(c.policy, spawn, c.recovery, self.nodes)
+        self.sharing = TimeSharing(c.engine.sleep and ("level1" if c.trainer.lora else c.engine.sleep), Sleepers(
+            lambda level: self.rollout.within(c.sync_timeout).everywhere(RolloutActor.sleep, level),
+            lambda: self.rollout.within(c.sync_timeout).everywhere(RolloutActor.wake),
+            lambda: self.policy.all(PolicyRank.sleep), lambda: self.policy.all(PolicyRank.wake),
+        ))  # fmt: skip
+        self.starting = self.sharing.starting
         self.reference: Pool[ReferenceActor] | None = None
 
     def _starts(self) -> list[Awaitable[None]]:
@@ -202,10 +213,13 @@ class TrainingServices(Services):
                 lambda options: create(ReferenceActor, options, c.reference.model(c.model), c.scorer, c.reference.server),
             )  # fmt: skip
             self.pools.append(self.reference)
-        return [*super()._starts(), self._up(self._start_policy(), c.policy.ranks)]
+        engines, *others = (asyncio.ensure_future(start) for start in super()._starts())
+        return [engines, *others, self._up(self._start_policy(engines), c.policy.ranks)]
 
-    async def _start_policy(self) -> None:
-        await self.policy.start()
+    async def _start_policy(self, engines: Awaitable[None]) -> None:
+        if self.config.engine.sleep:
+            await engines  # they take their memory first, and let go of it
+        await self.sharing.start_ranks(self.policy.start())
         with suppress(PolicyLost):  # the next call of the ranks raises it again, and the driver rebuilds them
             await self.policy.check_shared(Path(self.folder))
 

@@ -9,7 +9,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ray.exceptions import AuthenticationError
 
 from rayloop.core.failures import ConfigError, MachineFailed, ResourcesUnavailable
 from rayloop.launch.network import unreachable
-from rayloop.launch.ray_process import LOGS, keep
+from rayloop.launch.ray_process import LOGS, end, keep
 from rayloop.launch.ray_variables import OBJECT_STORE
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
             return
         except Exception as error:
             ray.shutdown()
-            _end([one for one in psutil.Process().children(recursive=True) if one not in others])
+            end([one for one in psutil.Process().children(recursive=True) if one not in others])
             if attempt == STARTS or "timed out during startup" not in str(error):
                 raise MachineFailed(
                     f"Ray did not start here, {attempt} attempt{'s' * (attempt > 1)} in {time.monotonic() - began:.0f} s: "
@@ -114,6 +114,11 @@ def _sessions_of_their_own() -> Iterator[None]:
 
 
 os.register_at_fork(after_in_child=lambda: os.setsid() if _apart else None)
+
+
+def metrics_ports() -> list[str]:
+    """Where (host:port) the cluster's nodes serve metrics."""
+    return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
 
 
 def serve_details() -> dict[str, Any] | None:
@@ -170,15 +175,8 @@ def _keep_logs(folder: Path, logs: Path) -> None:
 
 def _clean_up(folder: str) -> None:
     """After an interrupted ray.init: end daemons that Ray's own exit handler does not know yet, and remove their files."""
-    _end(psutil.Process().children(recursive=True))
+    end(psutil.Process().children(recursive=True))
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _end(daemons: Sequence[psutil.Process]) -> None:
-    for daemon in daemons:
-        with suppress(psutil.NoSuchProcess):
-            daemon.kill()
-    psutil.wait_procs(daemons, timeout=5)
 
 
 def _gpus() -> int:

@@ -1,8 +1,7 @@
 """The command line: ``python -m rayloop`` (installed as ``rayloop``).
 
-Exit codes: 0 the requested steps were done; 1 the run failed; 2 the configuration cannot work; 69 the machines failed, start it
-again; 75 stopped after saving.
-"""
+Exit codes: 0 the steps were done; 1 the run failed; 2 the configuration cannot work; 69 the machines failed, start again; 75
+stopped after saving."""
 
 import argparse
 import os
@@ -24,6 +23,9 @@ COMMANDS = {
     "score": ("rayloop.commands.score", "what a recipe's reward says about saved completions"),
     "export": ("rayloop.commands.train:add_export", "write a checkpoint as a folder that plain transformers loads"),
     "report": ("rayloop.commands.train:add_report", "write a run's curves and trajectories as one HTML file"),
+    "console": ("rayloop.commands.console:add_console", "a run in the browser while it trains and afterwards"),
+    "watch": ("rayloop.commands.console:add_watch", "a run's steps in the terminal, as they are trained"),
+    "compare": ("rayloop.commands.console:add_compare", "final figures of several runs, and their curves as a picture"),
     "status": ("rayloop.commands.live:add_status", "how a run does: step, checkpoint, what of each role serves and is lost"),
     "logs": ("rayloop.commands.live:add_logs", "what the actors of a run have printed"),
     "stacks": ("rayloop.commands.live:add_stacks", "what every actor of a live run is doing, thread by thread"),
@@ -73,8 +75,7 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None, build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser) -> int:
-    """Run one command of the parser that ``build`` returns and return its exit code. A RayloopError is printed as one paragraph on
-    stderr."""
+    """Run one command of the parser that ``build`` returns; return its exit code. A RayloopError is a paragraph on stderr."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     arguments = parsed(argv, build)
     try:

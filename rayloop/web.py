@@ -189,8 +189,7 @@ def problem(status: int, code: str, message: str) -> Response:
     """An error as ``ErrorBody``. In ASCII, so that no text of a request can make it fail."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
     body = json.dumps({"error": {"message": message, "type": kind, "code": code}})
-    headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
-    return Response(body, status, headers, media_type="application/json")
+    return Response(body, status, {"Retry-After": str(RETRY_AFTER)} if status == 503 else None, media_type="application/json")
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:

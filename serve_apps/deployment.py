@@ -23,5 +23,5 @@ def deployed(name: str, replica: type, settings: Any, *, what: str, **options: A
     if "backpressure_config" in inspect.signature(serve.deployment).parameters:  # since Ray 2.60
         options["backpressure_config"] = {"retry_after_s": RETRY_AFTER}
     ingress: Callable[[type], Any] = serve.ingress()
-    options |= {"max_queued_requests": settings.limits.queued, "health_check_period_s": 5, "health_check_timeout_s": 30}
+    options |= {"health_check_period_s": 5, "health_check_timeout_s": 30}
     return serve.deployment(name=name, **options)(ingress(replica)).bind(settings)

@@ -1,10 +1,8 @@
 """Settings of the applications. Imported before Ray is. The judge's file has Ray Serve's own format, so that ``serve deploy``
 accepts it; ``policy serve`` fills in what describes the run."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -119,7 +117,7 @@ class ReplicaSettings(SettingsModel):
     """Further resources of a replica, as Ray's nodes offer them (``judge: 1`` in deploy/): keeps it off nodes that runs use."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> ReplicaSettings:
+    def _ordered(self) -> Self:
         if self.min > self.max:
             raise ValueError(f"min {self.min} is more than max {self.max}")
         return self
@@ -184,6 +182,17 @@ class ServeFile(SettingsModel):
     http_options: HttpOptions = HttpOptions()
     applications: tuple[ApplicationSettings, ...] = Field((ApplicationSettings(),), min_length=1, max_length=1)
     """The judge is the one application that Ray Serve starts from such a file."""
+
+
+class ConsolePlace(SettingsModel):
+    """``args`` of the application: the console of one run."""
+
+    folder: AbsolutePath
+    """The run's folder, at a path that the replica's node sees."""
+    key_file: str | None = None
+    """The token that a browser must show, in a file that only its owner can read; made when it is missing."""
+    insecure: bool = False
+    """Whether a console without a token may be served. For loopback only."""
 
 
 class PolicyLimits(SettingsModel):

@@ -101,9 +101,7 @@ def _unfit(run: Run, end: RayloopError) -> str:
         return "its update had begun and did not end"
     if isinstance(end, CheckpointError):  # it has been tried often enough
         return "its checkpoint could not be written"
-    if isinstance(end, SUSPECT):
-        return f"it is not to be trusted after {type(end).__name__}"
-    return ""
+    return f"it is not to be trusted after {type(end).__name__}" if isinstance(end, SUSPECT) else ""
 
 
 def _recorded(run: Run, end: RayloopError, error: Exception) -> RayloopError:

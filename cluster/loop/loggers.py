@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from rayloop.config.settings import Component
 from rayloop.core.deadlines import WAITS
 from rayloop.loggers.settings import AnySettings, PrometheusSettings, TensorBoardSettings, WandbSettings
 from rayloop.loggers.threads import Logger
@@ -54,9 +55,9 @@ def alive(vitals: Vitals) -> dict[str, float]:
     """The newest metrics of ``recovery/``; the end of a wait of the driver counts as progress."""
     try:
         vitals.update()
+        found = vitals.metrics()
     except (OSError, ValueError):
         return {}  # the file server restarts
-    found = vitals.metrics()
     quiet = time.monotonic() - WAITS.moved
     return {**found, "recovery/progress_age": min(quiet, found.get("recovery/progress_age", quiet))}
 
@@ -70,3 +71,6 @@ def open_logger(settings: AnySettings, name: str, config: Mapping[str, Any], fol
             return TensorBoard(folder.tensorboard)
         case WandbSettings():
             return Wandb(name, config, folder.wandb)
+        case Component():
+            own: Logger = settings.resolve()(settings.options(), name, config, folder.path)
+            return own

@@ -56,6 +56,7 @@ class WeightSync:
     async def send(self, version: Version) -> None:
         """Load ``version`` into all engines in service. Raises WeightSyncError, and PolicyLost when weights were lost."""
         try:
+            await self.services.sharing.to_policy()
             await self._transport.deliver(self.services.policy, self, version)
         except Exception as error:
             if object_lost(error):
@@ -75,8 +76,8 @@ class WeightSync:
 
     async def load(self, update: WeightUpdate[Any]) -> None:
         """Load an update into every engine in service. Raises the first failure, when all have ended."""
-        engines = self.services.rollout.within(self.config.sync_timeout)
-        await engines.everywhere(RolloutActor.load, update.manifest, update.source)
+        await self.services.sharing.to_rollout()
+        await self.services.rollout.within(self.config.sync_timeout).everywhere(RolloutActor.load, update.manifest, update.source)
 
     def fell_back(self, version: Version, error: Exception) -> None:
         """Emit that the transport's own way failed; a slower one follows."""
@@ -88,11 +89,14 @@ class WeightSync:
         loaded = None
         while self._current is not None and self._current is not loaded:
             loaded = self._current
-            answer = submit(engine, RolloutActor.load, loaded.manifest, loaded.source)
             try:
+                update = loaded
+                if isinstance(loaded.source, asyncio.Task):
+                    update = await with_deadline(patience, asyncio.shield(loaded.source), "the copy of weights that are sent")
+                answer = submit(engine, RolloutActor.load, update.manifest, update.source)
                 await with_deadline(self.config.sync_timeout, answer, "load of a new rollout engine", engine)
             except Exception as error:
-                if not object_lost(error):
+                if not (object_lost(error) or isinstance(error, PolicyLost)):
                     raise
                 if loaded is self._current:
                     self._kept.clear()
@@ -123,7 +127,7 @@ class WeightSync:
 
     async def _logprob_check(self, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         self._probes = await self._probe(tasks, player, LOGPROB_CHECK)
-        found = self._unchanged = await self.services.policy.compare(self._probes, swap_images=True)
+        found = self._unchanged = await self._compare(self._probes, swap_images=True)
         self.reporter.event(events.LogprobCheck(**found.report(), tolerance=self.config.tolerance))
         if not found.mean <= self.config.tolerance:
             raise LogprobMismatch(
@@ -152,12 +156,16 @@ class WeightSync:
         try:
             if not payloads:
                 raise WorkerLost(f"none of {len(chosen)} tasks could be played")
-            found = await self.services.policy.compare(payloads)
+            found = await self._compare(payloads)
         except WorkerLost as error:
             self.reporter.event(incidents.DriftUnknown(why=str(error)))
             return None
         self.reporter.event(events.LogprobCheck(**found.report(), tolerance=self.config.drift))
         return found.mean
+
+    async def _compare(self, payloads: Sequence[Any], *, swap_images: bool = False) -> LogprobGap:
+        async with self.services.sharing.ranks_between():
+            return await self.services.policy.compare(payloads, swap_images=swap_images)
 
     async def _episode(self, purpose: str, request: RolloutRequest, player: EpisodeRunner) -> Any:
         """The payload of a fresh episode, or, with an event, why there is none."""
@@ -180,8 +188,8 @@ class WeightSync:
             try:  # a perturbation that is cancelled here goes on at the ranks
                 await self.services.policy.all(PolicyRank.perturb, group)
                 await self.send(Version(version.lineage, version.step + number))  # rising: older ones are pruned
-                moved, probes = await asyncio.gather(self.services.policy.compare(self._probes), self._probe(tasks, player, group))
-                follows = await self.services.policy.compare(probes)
+                moved, probes = await asyncio.gather(self._compare(self._probes), self._probe(tasks, player, group))
+                follows = await self._compare(probes)
             finally:
                 await self.services.policy.all(PolicyRank.restore_parameters)
             self.reporter.event(events.SelfTest(group, moved=moved.mean, follows=follows.mean))

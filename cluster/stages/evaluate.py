@@ -151,8 +151,7 @@ class Evaluator(Actor):
     async def main(self, missing: Sequence[Play], retries: int = 0) -> str:
         """Play what is missing. Returns why the first item without a score has none; "" when all have one."""
         services = Services(self.config, str(self.out), self._emit)
-        me = ray.get_runtime_context().current_actor
-        self.player = EpisodeRunner(self.config, services, me, self._emit)
+        self.player = EpisodeRunner(self.config, services, ray.get_runtime_context().current_actor, self._emit)
         try:
             if not self.config.engine.own_weights:
                 start = await asyncio.to_thread(start_weights, self.config.model, self.config.engine.dtype)
@@ -205,15 +204,13 @@ class Evaluator(Actor):
 
 
 def _longer(asked: Play) -> Play:
-    sampling = dataclasses.replace(asked.sampling, max_tokens=2 * asked.sampling.max_tokens)
-    return dataclasses.replace(asked, sampling=sampling)
+    return dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, max_tokens=2 * asked.sampling.max_tokens))
 
 
 def config_hash(config: RunConfig) -> str:
     """16 hex digits over the settings that decide the answers: all but the run's name and paths."""
     model = config.model.model_copy(update={"path": "", "revision": None})
-    bare = config.model_copy(update={"name": "x", "output": "", "model": model})
-    return hashlib.sha256(dump(bare).encode()).hexdigest()[:16]
+    return hashlib.sha256(dump(config.model_copy(update={"name": "x", "output": "", "model": model})).encode()).hexdigest()[:16]
 
 
 def weights_hash(path: str, revision: str | None = None) -> str:
@@ -232,8 +229,7 @@ def _sha256(files: list[Path]) -> str:
 
 
 def _read(path: str, config: RunConfig) -> Dataset:
-    report = partial(print, "left out:", flush=True)
-    return Dataset(path, config.data.reader.build(), False, report, config.environment.kinds)
+    return Dataset(path, config.data.reader.build(), False, partial(print, "left out:", flush=True), config.environment.kinds)
 
 
 def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:

@@ -87,8 +87,7 @@ def stacks(place: Place, role: str | None) -> Iterator[tuple[str, str]]:
     """Each actor, and the stacks of its threads: from py-spy on this machine, else from the actor's own debug thread."""
     with joined(place) as actors:
         chosen = of_role(actors, role)
-        answers = asyncio.run(_answers(place, chosen))
-        for actor, answer in zip(chosen, answers, strict=True):
+        for actor, answer in zip(chosen, asyncio.run(_answers(place, chosen)), strict=True):
             yield str(actor), (_spied(actor.pid) if actor.here else None) or answer
 
 

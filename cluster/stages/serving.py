@@ -1,4 +1,4 @@
-"""Serving the judge, or the policy of a live run, with Ray Serve, until a signal comes or the run ends."""
+"""Serving the judge, the policy of a live run or a run's console with Ray Serve, until a signal comes or the run ends."""
 
 import io
 import json
@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,14 @@ from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureF
 from rayloop.core.files import write_whole
 from rayloop.core.signals import handling
 from rayloop.core.threads import call_within
-from rayloop.judge.discovery import Address, announce, withdraw
+from rayloop.judge.discovery import Address, announce, read_key, withdraw
 from rayloop.run.config import RunConfig
 from rayloop.run.place import run_of
+from rayloop.serve_apps.console import service as console
 from rayloop.serve_apps.judge import app as judge
 from rayloop.serve_apps.judge.address import announce_in_ray, unclaimed
 from rayloop.serve_apps.policy import app as policy
-from rayloop.serve_apps.settings import LOOPBACK, HttpOptions, PolicyEndpointSettings, PolicyLimits, ServeFile
+from rayloop.serve_apps.settings import LOOPBACK, ConsolePlace, HttpOptions, PolicyEndpointSettings, PolicyLimits, ServeFile
 
 POLL = 1.0
 ASKED = 5.0
@@ -85,8 +86,7 @@ def serve_policy(
     @contextmanager
     def findable(url: str) -> Iterator[str]:
         """Announce the base URL and the key file in the file."""
-        place = {"url": f"{url}/v1", "key_file": key or ""}
-        write_whole(announced, json.dumps(place).encode(), mode=0o644, durable=False)
+        write_whole(announced, json.dumps({"url": f"{url}/v1", "key_file": key or ""}).encode(), mode=0o644, durable=False)
         try:
             yield f"{url}/v1 model {config.name}, announced in {announced}"
         finally:
@@ -105,19 +105,30 @@ def serve_policy(
     return 0
 
 
+def serve_console(folder: Path, address: str, http: HttpOptions, key: Path | None) -> int:
+    """Serve the console of the run in ``folder`` below /console/ in the cluster at ``address``, until a signal comes. ``key``: the
+    token's file. Raises ServeFailed, and ConfigError without ``room``."""
+    prefix, file = f"/console/{folder.name}", str(key) if key else None
+    with session({}, address, None, folder / "logs"), handling(signal.default_int_handler, signal.SIGTERM):
+        made = console.app(ConsolePlace(folder=str(folder), key_file=file, insecure=key is None))
+        shown = f"{prefix}/{f'?token={read_key(file)}' if file else ''}"
+        _serve("console", f"console-{folder.name}", made, http, lambda url: nullcontext(url + shown), prefix=prefix)
+    return 0
+
+
 def _serve(
     who: str, name: str, application: Any, http: HttpOptions, findable: Callable[[str], AbstractContextManager[str]],
-    alive: Callable[[], bool] = lambda: True, proxies: str = "HeadOnly",
+    alive: Callable[[], bool] = lambda: True, proxies: str = "HeadOnly", prefix: str = "/",
 ) -> None:  # fmt: skip
     """Serve an application of ``serve.deployment(...).bind`` until a signal comes, or ``alive()`` is false. ``findable`` announces
     a URL while it is entered, and returns a line to print. Raises ServeFailed, ConfigError (``room``)."""
-    running = room(name, http)
+    running = room(name, http, prefix)
     try:
         port = running or http.port or free_port(http.host)
         if not running:
             ray_serve.start(proxy_location=proxies, http_options={"host": http.host, "port": port})
         try:
-            ray_serve.run(application, name=name, route_prefix="/")
+            ray_serve.run(application, name=name, route_prefix=prefix)
         except (RuntimeError, RayServeException) as error:
             raise ServeFailed(str(error)) from error
         with findable(url(http.host, port)) as line:
@@ -135,8 +146,8 @@ def _serve(
             end(name, started=not running)
 
 
-def room(name: str, wanted: HttpOptions) -> int:
-    """The port of a Ray Serve that runs in this cluster already and has room for an application at /; 0: none runs. Raises
+def room(name: str, wanted: HttpOptions, prefix: str = "/") -> int:
+    """The port of a Ray Serve that runs in this cluster already and has room for an application at ``prefix``; 0: none runs. Raises
     ConfigError: Ray Serve would ignore other options in silence, and replace what has the same name."""
     found = serve_details()
     if found is None:
@@ -145,7 +156,7 @@ def room(name: str, wanted: HttpOptions) -> int:
     if name in found["applications"]:
         raise ConfigError(f"Ray Serve has an application named {name} in this cluster already. Choose another name")
     for served, other in found["applications"].items():
-        if other["route_prefix"] == "/":
+        if other["route_prefix"] == prefix:
             raise ConfigError(
                 f"the application {served} answers at {other['route_prefix']} of this cluster's Ray Serve ({host}:{port}) already. "
                 "Use it, or serve in a cluster of its own (without --address)"
@@ -153,7 +164,7 @@ def room(name: str, wanted: HttpOptions) -> int:
     if host != wanted.host or wanted.port not in (0, port):
         raise ConfigError(
             f"Ray Serve answers at {host}:{port} in this cluster already, and cannot answer at {wanted.host}:{wanted.port} too. "
-            f"Set http_options.host={host} http_options.port={port}, or serve in a cluster of its own (without --address)"
+            f"Set http_options.host={host} http_options.port={port} (--host, --port), or serve elsewhere (without --address)"
         )
     return int(port)
 
@@ -223,8 +234,7 @@ def _endpoint(config: RunConfig, namespace: str, limits: PolicyLimits, key_file:
 
 def _config(namespace: str) -> RunConfig:
     """The configuration of the run in ``namespace``, from its driver. Raises ConfigError when no driver answers."""
-    names = [name for found, name in _actors() if found == namespace and name.startswith("driver-")]
-    for name in names:
+    for name in [name for found, name in _actors() if found == namespace and name.startswith("driver-")]:
         with suppress(ValueError, RayError, TimeoutError):
             driver: Handle[DriverActor] = ray.get_actor(name, namespace=namespace)
             config: RunConfig = ray.get(submit(driver, DriverActor.about), timeout=ANSWER)

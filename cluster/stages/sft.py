@@ -25,7 +25,7 @@ from rayloop.core.types import Task, derive
 from rayloop.data.cursor import TaskCursor
 from rayloop.data.dataset import Dataset
 from rayloop.engines.machine import grow_segments, per_process
-from rayloop.engines.settings import COLLECTIVE_TIMEOUT
+from rayloop.engines.training_settings import COLLECTIVE_TIMEOUT
 from rayloop.estimate.memory import fitted
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.losses.settings import ReinforceLoss
@@ -175,8 +175,7 @@ class Rank:
         self.engine.close()
 
     def _read(self, path: str) -> Dataset:
-        data = self.config.data
-        return Dataset(path, data.reader.build(), False, lambda row: self._say(f"left out: {row}"))
+        return Dataset(path, self.config.data.reader.build(), False, lambda row: self._say(f"left out: {row}"))
 
     def _snapshot(self, step: int) -> Path:
         return self.output / f"step_{step}"

@@ -22,7 +22,7 @@ from rayloop.actors.failures import brief, is_lost, typed
 from rayloop.actors.handles import Handle, create, submit
 from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.services import actor_name
-from rayloop.cluster.session import session
+from rayloop.cluster.session import metrics_ports, session
 from rayloop.cluster.stages.evaluate import config_hash
 from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch, watched
 from rayloop.config.settings import dump
@@ -81,13 +81,13 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         names = namespace(folder.path)
         room = store(config, read_shape(config.model.path, config.model.revision).parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)
-        with started, findable(folder.cluster, ray.get_runtime_context().gcs_address, names):
+        with started, findable(folder.cluster, ray.get_runtime_context().gcs_address, names, metrics_ports()):
             packages = {name: version(name) for name in ("torch", "transformers", "ray")}
             folder.events.emit(events.Start(config_hash(config), {"python": platform.python_version(), **packages}))
             folder.events.close()  # the driver goes on writing it
             with watched(progress.note) as head:
                 result = _run(config, folder, origin, hashes, progress, check, head)
-            draw_or_emit(folder, config.report.boxes, progress.note)
+            draw_or_emit(folder, progress.note)
             progress.close(result)
     return 0
 
@@ -124,7 +124,7 @@ def _shown(config: RunConfig, folder: RunFolder, address: str | None) -> Iterato
     sampling = config.rollout.sampling
     held_out = config.in_evaluation.rollout.sampling.sampling(greedy=config.evaluation.greedy)
     with Progress(config.steps, sampled(sampling.temperature), sampled(held_out.temperature)) as progress:
-        progress.note(f"run folder {folder.path}")
+        progress.note(f"run folder {folder.path}; live: python -m rayloop console {folder.path}")
         progress.note(f"joining Ray at {address}" if address else "starting Ray on this machine")
         yield progress
 
@@ -224,6 +224,8 @@ def _follow(
         for kind, record in updates:
             if kind == "step":
                 progress.step(record)
+            elif kind == "samples":
+                progress.samples(record)
             elif record["event"] != "failed":  # it is raised below
                 progress.note(describe(record))
         progress.doing(doing)

@@ -143,7 +143,7 @@ class _Trial:
         environment = self.environments.of(task)
         try:
             with _making(environment.name):
-                await environment.make(self.episode.reset_timeout)
+                await environment.make(self.episode.step_timeout)
         finally:
             try:
                 await environment.close(CLOSE_TIMEOUT)
@@ -155,8 +155,7 @@ class _Trial:
     async def _play(self, request: RolloutRequest) -> Trajectory:
         async with asyncio.timeout(self.config.environment.episode_timeout):
             request = copy.deepcopy(request)  # as through Ray: what one episode does to its task, the others do not see
-            environment = self.environments.of(request.task)
-            return await play(request, environment, self.renderer, self.episode, self._generate)
+            return await play(request, self.environments.of(request.task), self.renderer, self.episode, self._generate)
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Generate with the engine; the first prompt is shown before that."""

@@ -15,7 +15,7 @@ from rayloop.core.events import Emit
 from rayloop.core.failures import Cause, Failure, Scope
 from rayloop.core.groups import Group, Member, Scored, Unscored
 from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, TrajectoryId, Version, derive
-from rayloop.measure.controls import Item
+from rayloop.measure.controls import RIGHT, Item
 from rayloop.rollout.scheduler import ConcurrencyLimit
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, jsonable
@@ -62,14 +62,9 @@ class EpisodeRunner:
     episodes given to ``play`` that are not over. ``evaluation``: answers played and asked for, during an evaluation."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        services: Pools,
-        driver: Handle[LeasesEngines],
-        emit: Emit,
-        on_bad_data: BadData | None = None,
-        history: FailureHistory | None = None,
-    ) -> None:
+        self, config: RunConfig, services: Pools, driver: Handle[LeasesEngines], emit: Emit,
+        on_bad_data: BadData | None = None, history: FailureHistory | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.services = config, services
         self.reissued = self.playing = 0
         self.evaluation: tuple[int, int] | None = None
@@ -250,4 +245,5 @@ def _item(asked: Play, member: Member, records: Sequence[RolloutRecord]) -> Item
         truth=jsonable(asked.task.ground_truth),
         images=tuple(image for record in records for image in record.images),
         cut=member.summary.cut and member.summary.end_reason is not EndReason.OVER_LENGTH,
+        turns=tuple(turn for record in records for turn in record.turns) if asked.arm == RIGHT else (),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import ATTEMPTS, Pool
 from rayloop.core import incidents
-from rayloop.core.deadlines import with_deadline
+from rayloop.core.deadlines import WAITS, with_deadline
 from rayloop.core.events import Emit
 from rayloop.core.failures import Cause, Failure, Scope, WorkerLost
 from rayloop.core.groups import Group, Outcome, Unscored, UnscoredKind
@@ -94,6 +94,7 @@ class RolloutCalls:
         finally:
             self._release(requests, lease, heads)
         self._record(requests, lease, heads)
+        WAITS.played(heads, environments.name(lease), rollout.name(engine))
         results = zip(heads, cast(Sequence[Ref[Trajectory]], payloads), strict=True)  # what was played has a payload
         return Attempted(lease, engine, [one if isinstance(one, Failure) else (one, ref) for one, ref in results])
 
@@ -204,9 +205,8 @@ def _key(request: RolloutRequest) -> str:
 
 def _named(requests: Sequence[RolloutRequest]) -> str:
     """The episodes of one call, for people."""
-    if len(requests) == 1:
-        return f"episode {_key(requests[0])}"
-    return f"episodes {_key(requests[0])} to {_key(requests[-1])}"
+    first, last = _key(requests[0]), _key(requests[-1])
+    return f"episode {first}" if len(requests) == 1 else f"episodes {first} to {last}"
 
 
 def _went_well(head: Summary | Failure) -> tuple[bool | None, bool | None]:

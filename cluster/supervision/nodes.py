@@ -32,7 +32,7 @@ AVOIDED = 1200.0
 """Seconds that a node is avoided after the last of them."""
 
 Evict = Callable[[str, str], Sequence[int] | None]
-"""Takes all actors on a lost node (id, why) out of service. A pool returns the serial numbers of its workers there; the policy
+"""Takes all actors on a lost node (id, why) out of service. A pool returns its workers' serial numbers; the policy
 group, whose ranks have none, returns None."""
 
 

@@ -163,29 +163,34 @@ class PolicyGroup:
     ) -> set[TrajectoryId]:
         """Let each rank fetch its share (``assignments``) of a step. Returns lost trajectories, to fetch again without them."""
         plan = assignments(
-            groups, len(self.ranks), self.settings.update, seed, version, nominal, treat_as_on_policy=treat_as_on_policy
-        )
+            groups, len(self.ranks), self.settings.update, seed, version, nominal, treat_as_on_policy=treat_as_on_policy,
+            together=self.settings.engine.sequence_parallel,
+        )  # fmt: skip
         refs = [submit(rank, PolicyRank.fetch, share) for rank, share in zip(self.ranks, plan, strict=True)]
         return {id for lost in await self._answers("fetch", refs) for id in lost}
 
     async def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> LogprobGap:
         """The sampling engine's log-probs against the trainer's, over all sampled tokens. Raises WorkerLost when all are gone."""
+        together = self.settings.engine.sequence_parallel
         refs = [
-            submit(handle, PolicyRank.compare, payloads[rank :: len(self.ranks)], swap_images=swap_images)
+            submit(handle, PolicyRank.compare, payloads[rank // together :: len(self.ranks) // together], swap_images=swap_images)
             for rank, handle in enumerate(self.ranks)
         ]
-        rows = [row for part in await self._answers("compare", refs) for row in part]
+        rows = [row for part in (await self._answers("compare", refs))[::together] for row in part]
         if not rows:
             raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
         return LogprobGap.of(rows)
 
+    async def send(self, version: Version, meeting: Any) -> None:
+        """Gather the weights and send them (``PolicyRank.send``)."""
+        await self.all(PolicyRank.send, version, meeting)
+
     async def export(self, version: Version) -> WeightUpdate[Any]:
-        """Gather the weights. The update's source is a *reference*, owned by the driver."""
+        """Gather the weights, or take what was sent. The update's source is a *reference*, owned by the driver."""
         exports = [submit_split(rank, 2, PolicyRank.export, version) for rank in self.ranks]
         manifest, *_ = await self._answers("export", [manifest for manifest, *_ in exports])
         assert manifest is not None, "the first rank gathers"
-        _, *sources = exports[0]
-        return WeightUpdate(manifest, sources[0])
+        return WeightUpdate(manifest, exports[0][-1])
 
     async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of the transport's sender, which lives in the first rank."""

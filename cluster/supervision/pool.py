@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
@@ -57,18 +58,14 @@ class Worker(Generic[A]):
 
 class Pool(Generic[A]):
     """Workers of one role, actors of class ``A``. ``ended``: serial numbers of those retired, whose other calls are not to blame.
-    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service. Raises RolesExhausted by ``ReplacementBudget``."""
+    ``spawn(slot)`` creates an actor; ``admit(handle)`` prepares it for service; ``starting()`` surrounds each replacement's start.
+    Raises RolesExhausted by ``ReplacementBudget``."""
 
     def __init__(
-        self,
-        role: str,
-        size: int,
-        spawn: Callable[[int], Handle[A]],
-        settings: RecoverySettings,
-        emit: Emit,
-        admit: Callable[[Handle[A]], Awaitable[None]] | None = None,
-        nodes: Nodes | None = None,
-    ) -> None:
+        self, role: str, size: int, spawn: Callable[[int], Handle[A]], settings: RecoverySettings, emit: Emit,
+        admit: Callable[[Handle[A]], Awaitable[None]] | None = None, nodes: Nodes | None = None,
+        starting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:  # fmt: skip
         self.role, self.size, self.settings = role, size, settings
         self.workers: dict[int, Worker[A]] = {}
         self.replaced = 0
@@ -77,7 +74,7 @@ class Pool(Generic[A]):
         self._misses: dict[int, int] = {}
         self._homes: dict[int, str] = {}
         self._leases = 0
-        self._spawn, self._admit, self._emit, self._nodes = spawn, admit, emit, nodes
+        self._spawn, self._admit, self._emit, self._nodes, self._starting = spawn, admit, emit, nodes, starting
         if nodes is not None:
             nodes.add(self._evict, role)
         self._serial = 0
@@ -238,9 +235,10 @@ class Pool(Generic[A]):
         self.replaced += 1
         worker = None
         try:
-            with self.budget.trying(slot):
-                worker = self._made(slot)
-                await self._start(worker)
+            async with self._starting():
+                with self.budget.trying(slot):
+                    worker = self._made(slot)
+                    await self._start(worker)
         except Exception as error:
             if not (is_lost(error) or isinstance(error, WorkerStartFailed)):
                 raise

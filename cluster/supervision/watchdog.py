@@ -33,8 +33,7 @@ SHOWN = 8
 LATE, ROUND = 4.0, 4.0
 """Seconds that a call is awaited before its actor is checked, and between two rounds of checks."""
 SILENCE, NOTED, PERIOD = 50.0, 10.0, 2.0
-"""Seconds of the head's silence after which the run gives it up (Ray itself waits 60); seconds of silence after which a line says
-so; seconds between two checks."""
+"""Seconds of the head's silence until the run gives it up (Ray itself waits 60), until a line says so, and between two checks."""
 
 
 async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path) -> None:

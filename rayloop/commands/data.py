@@ -122,7 +122,7 @@ def solvable_options(options: Sequence[str]) -> tuple[argparse.Namespace, list[s
 
 
 def keep_solvable(chosen: argparse.Namespace) -> None:
-    """Rewrite ``out/train.jsonl``, with how often each row was ``solved`` and ``played``. Rows without a scored answer are kept.
+    """Rewrite ``out/train.jsonl``: how often each row was ``solved`` and ``played``. Unscored rows stay.
     Raises ConfigError, RayloopError."""
     file = chosen.out / "train.jsonl"
     if not file.is_file():

@@ -3,9 +3,11 @@
 import argparse
 import asyncio
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rayloop.chat.rendering import Renderer
@@ -15,6 +17,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import (
     Completion,
+    EndReason,
     FinishReason,
     ImageSource,
     RolloutRequest,
@@ -22,7 +25,9 @@ from rayloop.core.types import (
     Task,
     TokenIds,
     TokenPrompt,
+    Trajectory,
     TrajectoryId,
+    Turn,
     Version,
 )
 from rayloop.data.dataset import Dataset
@@ -32,7 +37,9 @@ from rayloop.envs.episode import play
 from rayloop.envs.instance import Environments, Instance
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
 from rayloop.run.config import RunConfig, read
+from rayloop.run.folder import RunFolder
 from rayloop.view.pictures import Colours, blocks, colours
+from rayloop.view.reader import members
 from rayloop.view.words import visible
 
 PLAYED = Path("runs/play")
@@ -48,14 +55,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listed.add_argument("family", nargs="?", metavar="FAMILY", help="name all of one family")
     listed.set_defaults(run=_list)
     play = actions.add_parser("play", help="play an episode by hand, seeing what the policy sees")
-    play.add_argument("name", metavar="NAME", help="family:task, such as miniwob:click-color, or the YAML file of a run")
+    play.add_argument(
+        "name", metavar="NAME", help="family:task, such as miniwob:click-color, or the YAML file of a run, or its folder"
+    )
     add_overrides(play, "with a run: values to change")
     play.add_argument("--seed", type=int, default=0, help="of the task; equal seeds give equal ones (default: 0)")
+    again = (
+        "with a run's folder as NAME: replay an episode on record up to this turn, then go on; or a turn's address in the console"
+    )
+    play.add_argument("--from", dest="origin", metavar="STEP/GROUP/SAMPLE:TURN", help=again)
     play.add_argument("--row", type=int, default=1, help="with a run: row of data.train, counted from 1 (default: 1)")
     play.add_argument("--pictures", type=Path, metavar="DIR", help="write pictures there, also in a colour terminal")
     play.set_defaults(run=_play)
-    checked = actions.add_parser("check", help="start the environments of a run on this machine, and reset each")
-    env_check.add_arguments(checked)
+    env_check.add_arguments(actions.add_parser("check", help="start the environments of a run on this machine, and reset each"))
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -79,9 +91,12 @@ def _play(arguments: argparse.Namespace) -> int:
     turn: Callable[[str], str] = str
     example = ""
     config = None
-    if Path(arguments.name).suffix in (".yaml", ".yml"):
-        config = read(Path(arguments.name), arguments.overrides)
-        kind, task = _of_run(config, arguments.row)
+    file, record = Path(arguments.name), Recorded()
+    if arguments.origin:
+        file, record = RunFolder.begun(file).config, Recorded.of(RunFolder.begun(file), arguments.origin)
+    if file.suffix in (".yaml", ".yml"):
+        config = read(file, arguments.overrides)
+        kind, task = _of_run(config, record.task or arguments.row)
     elif arguments.overrides:
         raise ConfigError(f"{arguments.overrides[0]}: {arguments.name} is no YAML file of a run, which alone has keys to set")
     else:
@@ -95,14 +110,45 @@ def _play(arguments: argparse.Namespace) -> int:
         line = _keyboard(echo)
         return line if line is None or not line.strip() or line.strip() in QUIT else turn(line)
 
-    asyncio.run(_led(config, kind, task, ask, pictures) if config and kind.leads else _episode(kind, task, ask, pictures, example))
+    if config and (record.task or kind.leads):
+        asyncio.run(_led(config, kind, task, ask, pictures, record))
+    else:
+        asyncio.run(_episode(kind, task, ask, pictures, example))
     return 0
 
 
-def _of_run(config: RunConfig, row: int) -> tuple[EnvironmentKind, Task]:
-    """The environment and the task of a usable row of a run. Raises ConfigError."""
+@dataclass(frozen=True)
+class Recorded:
+    """The ``task`` of a recorded episode, what the policy said before the turn that is played, and the states that it saw."""
+
+    task: str = ""
+    said: Sequence[str] = ()
+    states: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, folder: RunFolder, origin: str) -> "Recorded":
+        """``origin`` ends with the numbers of step, group, sample and turn, the turn counted from 1. Raises ConfigError."""
+        numbers = [int(number) for number in re.findall(r"[0-9]+", origin)[-4:]]
+        if len(numbers) < 4:
+            raise ConfigError(f"--from {origin}: expected STEP/GROUP/SAMPLE:TURN, such as 12/3/0:2")
+        step, group, sample, turn = numbers
+        found = next((one for one in members(folder, step).get(group, ()) if one["sample"] == sample), None)
+        if found is None:
+            raise ConfigError(f"--from {origin}: episode {sample} of group {group} of step {step} is not on record (keep_rollouts)")
+        said = [one["text"] for one in found["turns"] if one["sampled"]]
+        if not 1 <= turn <= len(said):
+            raise ConfigError(f"--from {origin}: this episode has the turns 1 to {len(said)}")
+        return cls(found["task"], said[: turn - 1], found.get("states", ()))
+
+
+def _of_run(config: RunConfig, row: int | str) -> tuple[EnvironmentKind, Task]:
+    """The environment and the task of a usable row of a run, by its number or by the task's id. Raises ConfigError."""
     kinds, default = config.environment.kinds, config.environment.episode.environment
     dataset = Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None, kinds)
+    if isinstance(row, str):
+        if (task := next((one for one in map(dataset.__getitem__, range(len(dataset))) if one.id == row), None)) is None:
+            raise ConfigError(f"--from: {config.data.train} has no usable row of the task {row}")
+        return kinds.get(task.environment, default), task
     if not 1 <= row <= len(dataset):
         raise ConfigError(f"--row {row}: {config.data.train} has {len(dataset)} usable rows")
     task = dataset[row - 1]
@@ -146,32 +192,43 @@ async def _episode(kind: EnvironmentKind, task: Task, ask: Ask, pictures: Pictur
     environments = Environments(kind, {})
     instance = environments.of(task)
     try:
-        await instance.make(DEFAULTS.reset_timeout)
-        _show(await instance.call("reset", task, timeout=DEFAULTS.reset_timeout), pictures)
+        await instance.make(DEFAULTS.step_timeout)
+        _show(await instance.call("reset", task, timeout=DEFAULTS.step_timeout), pictures)
         print(f"Type what the policy would, one turn a line{f', such as {example}' if example else ''}; quit ends it.")
         await _turns(instance, ask, pictures)
         result = await instance.call("evaluate", timeout=DEFAULTS.step_timeout)
         print("the environment gives no result" if result is None else f"result: {result:g}")
     finally:
-        await instance.close(DEFAULTS.reset_timeout)
+        await instance.close(DEFAULTS.step_timeout)
         environments.end()
 
 
-async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView) -> None:
-    """Let an agent play, whose chats a person answers until the agent ends, or ``ask`` gives None or ``quit``."""
+async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView, record: Recorded) -> None:
+    """The episode of a run, whose turns are those of the ``record`` and then a person's, until ``ask`` gives None or ``quit``."""
     renderer, environments = Renderer(config.model), Environments(kind, {})
     known: TokenIds = ()
-    images = 0
+    images, said = 0, list(record.said)
+    states = list(record.states[: len(said) + 1])
 
     async def typed(prompt: TokenPrompt, sampling: Sampling) -> Completion:
         nonlocal known, images
         goes_on = bool(known) and prompt.token_ids[: len(known)] == known
-        print(visible(renderer.shown(prompt.token_ids[len(known) if goes_on else 0 :])))
-        for image in prompt.images[images if goes_on else 0 :]:
+        fresh, shown = prompt.token_ids[len(known) if goes_on else 0 :], prompt.images[images if goes_on else 0 :]
+        print(visible(renderer.shown(fresh)))
+        for image in shown:
             pictures.show(ImageSource(image.ref.path, image.data))
-        text = await asyncio.to_thread(ask)
-        if text is None or text.strip().lower() in QUIT:
+        expected = states.pop(0) if states else ""
+        if expected and (goes_on or not known):
+            turns = (Turn("user", fresh, tuple(image.ref for image in shown)), Turn("assistant", (), logprobs=()))
+            here = Trajectory(TrajectoryId(0, 0), 0, task.id, 0, turns, sampling, EndReason.DONE)
+            if here.states[0] != expected:
+                states.clear()
+                print(f"turn {1 + len(record.said) - len(said)}: the environment shows something else than on record")
+        replayed, text = bool(said), said.pop(0) if said else await asyncio.to_thread(ask)
+        if text is None or (not replayed and text.strip().lower() in QUIT):
             raise ConfigError("the episode was left")
+        if replayed:
+            print(f"on record> {visible(text)}")
         tokens = (*renderer.encode(text), renderer.end_tokens[0])
         known, images = (*prompt.token_ids, *tokens), len(prompt.images)
         return Completion(tokens, (0.0,) * len(tokens), FinishReason.END_TOKEN, Version(0, 0))

@@ -67,7 +67,7 @@ class _Found:
 
 async def _round(name: str, config: RunConfig, environments: Environments, tasks: Sequence[Task]) -> int:
     """All at once: made, reset on a task, closed. Returns how many failed."""
-    limit = config.environment.episode.reset_timeout
+    limit = config.environment.episode.step_timeout
     waits = asyncio.Event()
     done = 0
 

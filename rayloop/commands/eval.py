@@ -55,8 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.checkpoint is not None:
             from rayloop.run.export import model_of  # imports torch
 
-            folder = model_of(arguments.checkpoint, out / "models")
-            given = config.model.model_copy(update={"path": str(folder), "revision": None})
+            given = config.model.model_copy(update={"path": str(model_of(arguments.checkpoint, out / "models")), "revision": None})
             config = config.model_copy(update={"model": given})
         asked = config.model_copy(update={"data": config.data.model_copy(update={"eval": data})})
         preflight(asked, trains=False, reads=("train", "eval") if arguments.controls else ("eval",))

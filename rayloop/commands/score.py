@@ -52,8 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and value not in known:
             raise ConfigError(f"{option} {value}: {arguments.recipe} has {', '.join(known)}")
     source = built(scoring, variant, reward, arguments.options)
-    summary = asyncio.run(score(arguments.file, scoring, source, variant, reward))
-    for line in summary.lines(scoring, variant):
+    for line in asyncio.run(score(arguments.file, scoring, source, variant, reward)).lines(scoring, variant):
         print(line, file=sys.stderr)
     return 0
 
@@ -190,8 +189,7 @@ def _understood(found: Any, source: Any) -> Outcome:
         return Unscored(UnscoredKind.BAD_DATA, str(found))
     if isinstance(found, ConfigError) or not isinstance(found, Exception):
         raise found
-    passing = isinstance(found, around(source))
-    kind = UnscoredKind.REWARD_UNAVAILABLE if passing else UnscoredKind.GRADER_ERROR
+    kind = UnscoredKind.REWARD_UNAVAILABLE if isinstance(found, around(source)) else UnscoredKind.GRADER_ERROR
     return Unscored(kind, f"{type(found).__name__}: {found}")
 
 

@@ -66,8 +66,7 @@ def _up(a: argparse.Namespace) -> int:
 
 
 def _status(a: argparse.Namespace) -> int:
-    site = load(a.site, a.set, SiteSettings)
-    place = site.place
+    place = load(a.site, a.set, SiteSettings).place
     jobs = active(place.jobs())
     print("\n".join(["jobs:", *(f"  {job.text}" for job in jobs)]) if jobs else "jobs: none")
     head = place.head()

@@ -9,6 +9,7 @@ from rayloop.config.settings import check_components, dump, load
 from rayloop.core.failures import ConfigError
 from rayloop.launch.restarts import supervised
 from rayloop.run.config import read
+from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import preflight
 
 
@@ -17,6 +18,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     add_run(parser, "steps=20 model.path=/models/qwen")
     add_cluster(parser)
     parser.add_argument("--again", type=int, default=0, metavar="N", help="restart up to N times when machines fail (exit code 69)")
+    parser.add_argument("--console", action="store_true", help="serve the run's console meanwhile, on loopback with a token")
     parser.add_argument("--print-config", action="store_true", help="show the expanded configuration and stop")
     parser.set_defaults(run=_train)
 
@@ -30,6 +32,10 @@ def _train(arguments: argparse.Namespace) -> int:
             print(dump(config), end="")
             return 0
         preflight(config)
+        if arguments.console:
+            from rayloop.commands.console import serve_beside
+
+            serve_beside(RunFolder(config.output, config.name))
         from rayloop.cluster.stages.train import train  # imports ray, which reads the environment
 
         return train(config, address, temporary)

@@ -4,9 +4,9 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Tag
 
-from rayloop.config.settings import SettingsModel
+from rayloop.config.settings import OWN, Component, SettingsModel, by_kind
 from rayloop.core.failures import ConfigError
 
 
@@ -32,21 +32,34 @@ class WandbSettings(SettingsModel):
     kind: Literal["wandb"] = "wandb"
 
 
+LoggerSettings: TypeAlias = TensorBoardSettings | WandbSettings | Component
+AnySettings: TypeAlias = PrometheusSettings | LoggerSettings
+
+
+def name_of(logger: AnySettings) -> str:
+    """``kind``, or ``use`` of one of your own."""
+    return logger.use if isinstance(logger, Component) else logger.kind
+
+
 def _once(chosen: tuple[Any, ...]) -> tuple[Any, ...]:
-    kinds = [logger.kind for logger in chosen]
+    kinds = [name_of(logger) for logger in chosen]
     if again := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
         raise ValueError(f"kind {', '.join(again)} is there more than once: a run has one such log")
     return chosen
 
 
-LoggerSettings: TypeAlias = TensorBoardSettings | WandbSettings
-AnySettings: TypeAlias = PrometheusSettings | LoggerSettings
-LoggersSettings = Annotated[tuple[Annotated[LoggerSettings, Field(discriminator="kind")], ...], AfterValidator(_once)]
+_Chosen = Annotated[
+    Annotated[TensorBoardSettings, Tag("tensorboard")] | Annotated[WandbSettings, Tag("wandb")] | Annotated[Component, Tag(OWN)],
+    by_kind(""),
+]
+LoggersSettings = Annotated[tuple[_Chosen, ...], AfterValidator(_once)]
 
 
 def installed(chosen: Iterable[LoggerSettings]) -> None:
     """Raises ConfigError for a logger whose package is missing here: kind, package and extra have one name."""
     for index, logger in enumerate(chosen):
+        if isinstance(logger, Component):
+            continue
         spec = importlib.util.find_spec(logger.kind)
         if spec is None or spec.origin is None:  # a folder of that name in the current directory has no origin
             raise ConfigError(

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from queue import Queue
-from typing import Protocol
+from typing import Any, Protocol
 
-from rayloop.loggers.settings import AnySettings
+from rayloop.loggers.settings import AnySettings, name_of
 
 TIMEOUT = 60.0
 """Seconds for one call of a logger, and for its end, before it is dropped. The run does not wait meanwhile."""
@@ -17,7 +17,8 @@ WAITING = 1000
 
 
 class Logger(Protocol):
-    """What a logger does. Its constructor, ``log`` and ``close`` run in its thread; they may block, and raise anything."""
+    """What a logger does. Its methods run in its thread; they may block, and raise anything. One that has
+    ``rollouts(step, records)`` gets the recorded episodes (``rayloop.run.folder.RolloutRecord``) of each step, too."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Keep the metrics of ``step``, by the names of docs/metrics.md. After a restore steps repeat."""
@@ -27,11 +28,11 @@ class Logger(Protocol):
 
 
 class LoggerThread:
-    """One logger and its thread, in which ``opening`` makes it. ``records``: the metrics of steps; None closes the logger."""
+    """One logger and its thread, in which ``opening`` makes it. ``records``: method, step and argument; None closes it."""
 
     def __init__(self, settings: AnySettings, opening: Callable[[], Logger]) -> None:
-        self.kind = settings.kind
-        self.records: Queue[tuple[int, Mapping[str, float]] | None] = Queue(WAITING)
+        self.kind = name_of(settings)
+        self.records: Queue[tuple[str, int, Any] | None] = Queue(WAITING)
         self._error: BaseException | None = None
         self._busy: float | None = time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(opening,), daemon=True, name=f"logger-{self.kind}")
@@ -59,13 +60,14 @@ class LoggerThread:
         try:
             logger = opening()
             while (record := self._take()) is not None:
-                logger.log(*record)
+                method, *arguments = record
+                getattr(logger, method, lambda *_: None)(*arguments)
             logger.close()
         except BaseException as error:  # foreign code may raise SystemExit too; ``problem`` reports it
             self._error = error
         self._busy = None
 
-    def _take(self) -> tuple[int, Mapping[str, float]] | None:
+    def _take(self) -> tuple[str, int, Any] | None:
         self._busy = None
         record = self.records.get()
         self._busy = time.monotonic()
@@ -83,7 +85,11 @@ class Loggers:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass ``metrics``, which no caller changes any more, to all loggers. Never waits, never raises."""
-        self._put((step, metrics))
+        self._put(("log", step, metrics))
+
+    def rollouts(self, step: int, records: Any) -> None:
+        """The same for the recorded episodes of ``step``."""
+        self._put(("rollouts", step, records))
 
     async def close(self) -> None:
         """Close all loggers at once; each is waited for at most its timeout."""
@@ -91,7 +97,7 @@ class Loggers:
         self._drop({worker: await worker.ended() for worker in self._workers})
         self._workers = []
 
-    def _put(self, record: tuple[int, Mapping[str, float]] | None) -> None:
+    def _put(self, record: tuple[str, int, Any] | None) -> None:
         self._drop({worker: worker.problem() for worker in self._workers})
         for worker in self._workers:
             worker.records.put_nowait(record)

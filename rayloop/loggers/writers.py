@@ -20,8 +20,7 @@ class TensorBoard:
         self._event, self._session, self._summary = Event, SessionLog, Summary
         self._next: int | None = None
         folder.mkdir(exist_ok=True)
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._file = (folder / name).open("wb")
+        self._file = (folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}").open("wb")
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2")
 

@@ -1,8 +1,6 @@
 """Checkpoints (docs/run_folder.md has their layout): written aside, marked complete, renamed, and only then named ``latest``. A
 crash leaves the previous one loadable: ``*.tmp`` is never read. A later lineage is newer whatever its steps."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -14,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from rayloop.core import incidents
 from rayloop.core.events import Emit
@@ -115,11 +113,11 @@ class Origin:
     fence: Fence = OPEN
 
     @classmethod
-    def of(cls, folder: Path, resume: str, since: int | None = None, fence: Fence = OPEN) -> Origin:
+    def of(cls, folder: Path, resume: str, since: int | None = None, fence: Fence = OPEN) -> Self:
         """Of a start that is made now, unless ``since`` says otherwise."""
         return cls(folder, resume, CheckpointStore(folder, keep=1).lineages() if since is None else since, fence)
 
-    def store(self, keep: int, warn: Callable[[str], None]) -> CheckpointStore:
+    def store(self, keep: int, warn: Callable[[str], None]) -> "CheckpointStore":
         """Where this start saves."""
         return CheckpointStore(self.folder, keep, warn, self.fence)
 

@@ -1,11 +1,9 @@
 """The configuration of a run: assembled from the settings classes that each part owns, and checked across parts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -19,7 +17,7 @@ from rayloop.engines.settings import (
     OptimizerSettings,
     OwnEngine,
     TransformersEngineSettings,
-)
+)  # fmt: skip
 from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.losses.settings import LOSS, AdaptiveKl, LossChoice, PpoLoss
@@ -30,8 +28,10 @@ from rayloop.run.lifetime import (
     EPISODES,
     SAMPLING,
     CheckpointSettings,
+    ConsoleSettings,
     EvaluationSettings,
     PreemptionSettings,
+    ProfileSettings,
     RecoverySettings,
     ReportSettings,
     below,
@@ -144,8 +144,8 @@ class WeightSyncSettings(SettingsModel):
     transport: Annotated[TransportSettings, Role("transport", ("sender", "receiver", "deliver"))] = ObjectStoreTransport()
     logprob_check: Literal["self_test", "stop", "warn"] = "self_test"
     """The log-prob check at the start: a mean |difference| of 1e-3 is allowed in float32, 0.05 in bfloat16. stop: the run ends when
-    engines and trainer disagree. self_test: also perturb each group of
-    parameters (not for large bfloat16 models). warn: as self_test, but go on."""
+    engines and trainer disagree. self_test: also perturb each group of parameters (not for large bfloat16 models). warn: as
+    self_test, but go on."""
 
 
 def _name(text: str) -> str:
@@ -177,12 +177,14 @@ class RunConfig(SettingsModel):
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     report: ReportSettings = ReportSettings()
+    console: ConsoleSettings = ConsoleSettings()
+    profile: ProfileSettings = ProfileSettings()
     alarms: AlarmSettings = AlarmSettings()
     recovery: RecoverySettings = RecoverySettings()
     preemption: PreemptionSettings = PreemptionSettings()
     loggers: LoggersSettings = ()
-    """Where metrics go besides ``metrics.jsonl`` and Prometheus, for example ``loggers: [{kind: tensorboard},
-    {kind: wandb}]``. One that fails is dropped with an event; the run goes on."""
+    """Where metrics go besides ``metrics.jsonl`` and Prometheus, such as ``loggers: [{kind: tensorboard}, {use: "mine:Logger"}]``
+    (docs/bring_your_own/metric.md). One that fails is dropped with an event; the run goes on."""
     keep_rollouts: int = Field(4, ge=0)
     """Groups per step written to ``rollouts/`` with texts and images; 0: none. Raise it to read more of them."""
 
@@ -193,7 +195,7 @@ class RunConfig(SettingsModel):
         return with_time_to_compile(data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
-    def _across_parts(self) -> RunConfig:
+    def _across_parts(self) -> Self:
         for problem in (*_problems(self), *_reference_problems(self), *_engine_problems(self), *_transport_problems(self)):
             raise ValueError(problem)
         return self
@@ -210,7 +212,7 @@ class RunConfig(SettingsModel):
         return made
 
     @property
-    def in_evaluation(self) -> RunConfig:
+    def in_evaluation(self) -> Self:
         """The run as its evaluations play it: with the values of ``evaluation.over``."""
         if not (over := self.evaluation.over):
             return self
@@ -249,9 +251,9 @@ class RunConfig(SettingsModel):
 
     @property
     def transport(self) -> TransportSettings:
-        """``weight_sync.transport``, whose waits fit into ``sync_timeout``."""
+        """``weight_sync.transport``, whose waits fit into ``sync_timeout``, and to which all ``receivers`` come."""
         chosen = self.weight_sync.transport
-        return chosen.within(self.sync_timeout) if isinstance(chosen, BroadcastTransport) else chosen
+        return chosen.within(self.sync_timeout, self.engine.receivers) if isinstance(chosen, BroadcastTransport) else chosen
 
     @property
     def trainer(self) -> FsdpSettings:
@@ -386,10 +388,11 @@ def _engine_problems(c: RunConfig) -> Any:
     """What the engine cannot do, or not where it is placed."""
     if c.rollout.deterministic and not c.engine.cohorts:
         yield (f"rollout.deterministic: only engine.kind: transformers decodes a group as its own batch, {c.engine.label} does not")
+    yield from c.engine.unshared(c.rollout.placement.num_gpus, c.policy.placement.num_gpus, ahead=c.algorithm.carry_over)
     yield from c.engine.problems(c.rollout.placement.num_gpus, c.longest)
 
 
 def _transport_problems(c: RunConfig) -> Any:
-    """Where the policy and the engines are placed decides which ways weights can take between them."""
-    policy, rollout = c.policy.placement.num_gpus, c.rollout.placement.num_gpus
-    yield from problems(c.weight_sync.transport, Placed(c.policy.ranks, policy, c.rollout.actors, rollout))
+    yield from problems(c.weight_sync.transport, Placed(c.policy.placement.num_gpus, c.rollout.placement.num_gpus))
+    if c.engine.sleep and isinstance(c.weight_sync.transport, BroadcastTransport):
+        yield "weight_sync.transport.kind: engines that share GPUs in turns are asleep while the policy sends; use object_store"

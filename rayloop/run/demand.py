@@ -7,7 +7,6 @@ from pathlib import Path
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
 from rayloop.run.roles import Placement
-from rayloop.transports.settings import CudaIpcTransport, FilesystemTransport
 
 SHARED_MEMORY = Path("/dev/shm")
 VERSIONS = 2.5
@@ -52,9 +51,7 @@ def total(each: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def update_bytes(config: RunConfig, parameters: int) -> int:
-    """Bytes of one weight update in the object store, of a model with so many parameters; 0 where it takes another way."""
-    if isinstance(config.weight_sync.transport, CudaIpcTransport | FilesystemTransport):
-        return 0
+    """Bytes of one weight update in the object store, of a model with so many parameters."""
     return parameters * (2 if config.policy.engine.dtype == "bfloat16" else 4)
 
 

@@ -58,8 +58,7 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     from rayloop.engines.models import save_model
     from rayloop.engines.training.fsdp import FsdpEngine
 
-    run = checkpoint.folder.parents[1]
-    config = recorded(run / "config.yaml")
+    config = recorded(checkpoint.folder.parents[1] / "config.yaml")
     with tempfile.TemporaryDirectory() as meeting:
         engine = FsdpEngine(
             config.model, config.policy.engine, config.policy.optimizer, config.policy.loss,
@@ -120,8 +119,7 @@ def _merge(source: Path, out: Path, dtype: str) -> None:
 
 
 def model_of(source: Path, kept: Path) -> Path:
-    """``source`` itself when it is a model folder, else its checkpoint or adapters, exported to ``kept`` unless that was done
-    before. Raises as ``export``."""
+    """``source`` when it is a model folder, else its checkpoint or adapters, exported to ``kept`` once. Raises as ``export``."""
     if is_model(source):
         return source
     if are_adapters(source):

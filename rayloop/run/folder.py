@@ -1,7 +1,5 @@
 """The run folder and its layout (docs/run_folder.md). The process that starts the run acquires it; the driver writes into it."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os
@@ -9,12 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+import yaml
 
 from rayloop.core.failures import ConfigError, RunNameInUse
 from rayloop.core.files import needed, write_whole
 from rayloop.core.groups import Group, Member, Scored, Unscored
 from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
+from rayloop.data.images import encoding
 from rayloop.run.lock import RunLock
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode
@@ -43,12 +44,27 @@ class RunFolder:
         self.lock = RunLock(self.path / "run.lock")
 
     @classmethod
-    def at(cls, path: str | Path) -> RunFolder:
+    def at(cls, path: str | Path) -> Self:
         """The run folder at ``path``, for the processes that were given one."""
         return cls(Path(path).parent, Path(path).name)
 
+    @classmethod
+    def begun(cls, path: Path) -> Self:
+        """The folder of a run that has begun, for those who read it. Raises ConfigError when there is none at ``path``."""
+        folder = cls.at(path.resolve())
+        if not folder.used:
+            lacks = "neither config.yaml nor metrics.jsonl is there. Name a run's folder, <output>/<name>."
+            raise ConfigError(f"{path} holds no run: {lacks}")
+        return folder
+
+    @property
+    def configuration(self) -> dict[str, Any]:
+        """The run's configuration as plain data: it may have been written by another version of rayloop."""
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
+        return yaml.load(self.config.read_text(encoding="utf-8"), loader) if self.config.exists() else {}
+
     @contextmanager
-    def acquired(self, resume: str = "auto") -> Iterator[RunFolder]:
+    def acquired(self, resume: str = "auto") -> Iterator[Self]:
         """Make the layout and hold the lock. ``resume``: auto, never, or a checkpoint folder. Raises RunNameInUse (a live holder;
         with ``never`` any run), ConfigError (not possible to make) and StorageFailed (not writable)."""
         make_folder(self.path, "output=FOLDER")
@@ -116,11 +132,15 @@ def make_folder(path: Path, choice: str) -> None:
 
 
 RESTARTS = "(a context begins anew)"
+MOST_BYTES = 4
+"""Of a character: a token may end within one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutTurn:
-    """A turn after the prompt, as text, with ``images`` like those of ``RolloutRecord``, ``Turn.executed``, ``Turn.reward``."""
+    """A turn after the prompt, as text, with ``images`` like those of ``RolloutRecord``, ``Turn.executed``, ``Turn.reward``.
+    ``logprobs``: for each sampled token the index in ``text`` where it ends, and its log-prob; empty where they are unknown.
+    ``tokens``: how many; ``times``: ``Turn.times``."""
 
     role: str
     text: str
@@ -128,12 +148,17 @@ class RolloutTurn:
     images: tuple[Mapping[str, Any], ...] = ()
     executed: bool | None = None
     reward: float = 0.0
+    logprobs: tuple[tuple[int, float], ...] = ()
+    tokens: int = 0
+    times: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
     """One line of a rollout file. ``versions``: first and last that sampled. ``unscored``: why there is no ``reward``. ``status``:
-    ``kept``, or why not. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``. ``length``: all tokens."""
+    ``kept``, or why not. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``. ``length``: all tokens.
+    ``reason``: ``Scored.reason``. ``states``: ``Trajectory.states``. ``gaps``: for each sampled turn of a trained trajectory mean
+    and largest |difference| of the engine's and the trainer's log-probs, None where the trainer computed none."""
 
     group: int
     sample: int
@@ -155,6 +180,9 @@ class RolloutRecord:
     truth: Any = None
     length: int = 0
     sampled_tokens: int = 0
+    reason: str = ""
+    states: tuple[str, ...] = ()
+    gaps: tuple[tuple[float, float] | None, ...] = ()
 
 
 class RolloutDump:
@@ -171,6 +199,10 @@ class RolloutDump:
     def files(self) -> dict[int, Path]:
         """Step -> its file, in order; none of those that were set aside."""
         return {int(file.stem.removeprefix("step_")): file for file in sorted(self.path.glob("step_*.jsonl"))}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The records of all steps, in order."""
+        return (record for file in self.files().values() for record in JsonLines(file))
 
     def write(self, step: int, records: Sequence[Any], images: Mapping[str, bytes]) -> None:
         """Write the records (dataclasses) of a step, replacing an earlier file. ``images``: sha256 -> encoded bytes."""
@@ -221,14 +253,31 @@ def rollout_record(
         truth=jsonable(group.task.ground_truth),
         length=summary.length,
         sampled_tokens=summary.sampled_tokens,
+        reason=scored.reason if scored else "",
+        states=summary.states,
     )
 
 
 def _turn(turn: Turn, trajectory: Trajectory, text: Callable[[TokenIds], str]) -> RolloutTurn:
     if turn.restart:
-        return RolloutTurn(turn.role, RESTARTS, False)
-    images = _entries(turn.images, trajectory)
-    return RolloutTurn(turn.role, text(turn.token_ids), turn.sampled, images, turn.executed, turn.reward)
+        return RolloutTurn(turn.role, RESTARTS, False, tokens=len(turn.token_ids))
+    images, whole = _entries(turn.images, trajectory), text(turn.token_ids)
+    logprobs = tuple(_ends(turn, whole, text)) if turn.sampled else ()
+    return RolloutTurn(
+        turn.role, whole, turn.sampled, images, turn.executed, turn.reward, logprobs, len(turn.token_ids), turn.times
+    )
+
+
+def _ends(turn: Turn, whole: str, text: Callable[[TokenIds], str]) -> list[tuple[int, float]]:
+    """``RolloutTurn.logprobs``; empty where tokens' texts are not the whole. A character of several tokens belongs to the last."""
+    found, begun, end = list[tuple[int, float]](), list[int](), 0
+    for token, logprob in zip(turn.token_ids, turn.logprobs or (), strict=True):
+        begun.append(token)
+        piece = text(tuple(begun))
+        if whole.startswith(piece, end) and (not piece.endswith("\ufffd") or len(begun) > MOST_BYTES):
+            begun, end = [], end + len(piece)
+        found.append((end, round(logprob, 3)))
+    return found if end == len(whole) else []
 
 
 def jsonable(value: Any) -> Any:
@@ -242,8 +291,7 @@ def jsonable(value: Any) -> Any:
 
 def image_file(sha256: str, data: bytes) -> str:
     """The name of an image below ``rollouts/images``: its hash, and the suffix of its encoding (PNG, JPEG, WebP)."""
-    suffix = "png" if data.startswith(b"\x89PNG") else "webp" if data[8:12] == b"WEBP" else "jpg"
-    return f"{sha256}.{suffix}"
+    return f"{sha256}.{encoding(data).replace('jpeg', 'jpg')}"
 
 
 def _entries(images: Sequence[ImageRef], trajectory: Trajectory) -> tuple[Mapping[str, Any], ...]:

@@ -1,12 +1,10 @@
 """Settings of checkpoints, evaluation, reports, recovery and preemption, and the order of all durations. No torch, no ray."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, model_validator
 
@@ -93,15 +91,13 @@ class EvaluationSettings(SettingsModel):
     """The evaluation on held-out rows during the run."""
 
     every: int = Field(0, ge=0)
-    """Steps between evaluations on ``data.eval``; 0: never. A run that evaluates also does so before its first and after its last
-    step."""
+    """Steps between evaluations on ``data.eval``, with one before the first and one after the last step; 0: none at all."""
     first: bool = True
     """Whether there is an evaluation before the first step; false is verl's ``val_before_train: false``. Without it
     the gain is that since the first evaluation."""
     over: Annotated[dict[str, Any], AfterValidator(_over)] = {}
     """Keys of ``environment.episode`` and ``rollout.sampling``, with the values that they have in evaluations, also in those by
-    ``eval``: ``{environment.episode.max_turns: 30, rollout.sampling.temperature: 0.5}``. A temperature needs ``greedy: false``, or
-    ``samples``."""
+    ``eval``: ``{environment.episode.max_turns: 30, rollout.sampling.top_p: 0.9}``. It needs ``greedy: false`` or ``samples``."""
     limit: int | None = Field(None, gt=0)
     """Rows evaluated, evenly over sources and file, always the same; None: all. Set it when evaluation takes too long."""
     patience: int | None = Field(None, ge=1)
@@ -125,7 +121,7 @@ class EvaluationSettings(SettingsModel):
     example ``{use: "rayloop.recipes.arc_vision.boxes:BlindBox"}``."""
 
     @model_validator(mode="after")
-    def _sampled(self) -> EvaluationSettings:
+    def _sampled(self) -> Self:
         for key in (f"{SAMPLING}.{name}" for name in ("temperature", "top_p", "top_k")):
             if key in self.over and self.greedy and not self.samples:
                 raise ValueError(
@@ -138,8 +134,23 @@ class ReportSettings(SettingsModel):
     """What report.html draws."""
 
     boxes: Component | None = None
-    """Finds the boxes of ground truths and answers, which the report and ``boxes.png`` draw over the images, for
+    """Finds the boxes of ground truths and answers, which the report draws over the images, for
     example ``{use: "rayloop.recipes.arc_vision.boxes:GroundingBoxes"}``."""
+
+
+class ConsoleSettings(SettingsModel):
+    """What the terminal of a run shows besides a line for each step."""
+
+    samples: int = Field(2, ge=0)
+    """Completions of one group that are shown after each step, with their rewards; 0: none. Raise it to read more at a glance."""
+
+
+class ProfileSettings(SettingsModel):
+    """What of the run is profiled, for ui.perfetto.dev."""
+
+    steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Steps of which ``profile/step_000003/`` gets torch's profile of each policy rank, engine and reference, and
+    ``timeline.json``: what each actor did when. Name one or two to see what limits the speed; they take longer themselves."""
 
 
 class RecoverySettings(SettingsModel):
@@ -198,31 +209,27 @@ class PreemptionSettings(SettingsModel):
     the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
 
 
-EPISODE, STEP = "environment.episode_timeout", "policy.step_timeout"
-STALL = "recovery.stall_timeout"
+EPISODE, STALL = "environment.episode_timeout", "recovery.stall_timeout"
 
 
 @dataclass(frozen=True)
 class Duration:
-    """``key`` bounds ``what``; when it is over, ``then``. It must be shorter than the key ``within``, taken ``times`` times."""
+    """A key in seconds. It must be shorter than the key ``within``, taken ``times`` times."""
 
     key: str
-    what: str
-    then: str
     within: str = ""
     times: int = 1
 
 
 DURATIONS = (
-    Duration("environment.episode.step_timeout", "one `step` or `evaluate`", "the environment hangs: played again", EPISODE),
-    Duration("environment.episode.reset_timeout", "making an environment, and resetting it", "the same", EPISODE, 2),
-    Duration(EPISODE, "a whole episode", "it hangs: played again; an actor that has not said so 90 s later is replaced", STALL),
-    Duration("reward.timeout", "scoring one trajectory, tried twice", "unscored as `timeout`, or the failing value", STALL, 2),
-    Duration(STEP, "a trainer's step, a checkpoint, an export", "the ranks are rebuilt from the checkpoint", STALL),
-    Duration("recovery.health_timeout", "the answer to a health check", "the actor is replaced"),
-    Duration("recovery.start_timeout", "placing all actors, and starting one", "the run ends, and says what was missing", STALL),
-    Duration(STALL, "nothing having moved at all", "the run ends: some wait has no deadline of its own"),
-    Duration("preemption.grace", "saving, after SIGTERM", "the run ends unsaved; set it below what the scheduler allows"),
+    Duration("environment.episode.step_timeout", EPISODE, 2),
+    Duration(EPISODE, STALL),
+    Duration("reward.timeout", STALL, 2),
+    Duration("policy.step_timeout", STALL),
+    Duration("recovery.health_timeout"),
+    Duration("recovery.start_timeout", STALL),
+    Duration(STALL),
+    Duration("preemption.grace"),
 )
 """From the innermost wait to the outermost; those without ``within`` are bounded by nothing in the configuration."""
 
@@ -240,12 +247,8 @@ def _late(config: BaseModel, where: str) -> Iterator[str]:
         limit = value_of(config, outer)
         late = [each for each in DURATIONS if each.within == outer and _seconds(config, each) >= (limit or 0.0)]
         if limit is not None and late:
-            calls = ", ".join(f"{_named(each)} ({_seconds(config, each):g} s)" for each in late)
+            calls = ", ".join(f"{f'{each.times} x ' * (each.times > 1)}{each.key} ({_seconds(config, each):g} s)" for each in late)
             yield f"{outer} ({limit:g} s) must be longer than {calls}, which it waits for{where}. Raise it, or lower what is named"
-
-
-def _named(each: Duration) -> str:
-    return each.key if each.times == 1 else f"{each.times} x {each.key}"
 
 
 def _seconds(config: BaseModel, each: Duration) -> float:

@@ -1,8 +1,6 @@
 """The lock of a run folder. ``run.lock`` names the holder, rewritten under ``flock`` or a file that only one can create. A holder
 on this host is looked up; another's heartbeat (the file's time) stops. Writers compare the number in ``run.fence`` first."""
 
-from __future__ import annotations
-
 import collections.abc
 import contextlib
 import errno
@@ -16,7 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 import psutil
 
@@ -46,7 +44,7 @@ class Holder:
     started: float
 
     @classmethod
-    def this_process(cls) -> Holder:
+    def this_process(cls) -> Self:
         """The process that calls."""
         return cls(os.getpid(), socket.gethostname(), _boot_id(), psutil.Process().create_time())
 

@@ -1,7 +1,5 @@
 """The rows that a run trains on and is measured on, and a curriculum (``data.order``): rows of ``tier`` 0, then 1, ..."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,6 @@ from rayloop.measure.controls import RIGHT, SAMPLED
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import SHOWN, RunFolder
 from rayloop.run.held_out import read_items
-from rayloop.run.records.jsonl import JsonLines
 
 
 class Reports(Protocol):
@@ -84,7 +81,7 @@ class BySolveRate:
         least: float = 1.0
         """Reward from which an answer is right. Lower it for rewards that are seldom full."""
 
-    def __init__(self, settings: BySolveRate.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         """Raises ConfigError when there is nothing scored at ``rates``."""
         answers = defaultdict[str, list[bool]](list)
         for task, reward in _rewards(Path(settings.rates)):
@@ -110,5 +107,4 @@ def _rewards(path: Path) -> Iterator[tuple[str, float | None]]:
     if not path.is_dir():
         yield from ((item.task, item.reward) for item in read_items(path) if item.arm in (RIGHT, SAMPLED))
         return
-    for file in RunFolder.at(path).rollouts.files().values():
-        yield from ((record["task"], record["reward"]) for record in JsonLines(file) if not record["replayed"])
+    yield from ((record["task"], record["reward"]) for record in RunFolder.at(path).rollouts if not record["replayed"])

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,17 +34,20 @@ def run_of(namespace: str) -> str:
 
 
 @contextmanager
-def findable(file: Path, address: str, namespace: str) -> Iterator[None]:
-    """Write this process's cluster address, readable by its owner only, until the block ends. Raises StorageFailed."""
+def findable(file: Path, address: str, namespace: str, metrics: Sequence[str] = ()) -> Iterator[None]:
+    """Write this process's cluster address, readable by its owner only, until the block ends; beside it ``prometheus.json``, the
+    ``metrics`` ports (host:port) for Prometheus' ``file_sd_configs``. Raises StorageFailed."""
     token = os.environ.get("RAY_AUTH_TOKEN_PATH", "") if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     place = Place(address, token, namespace)
     with needed(file):
         write_whole(file, json.dumps(asdict(place)).encode(), mode=0o600, durable=False)
+        write_whole(file.with_name("prometheus.json"), json.dumps([{"targets": list(metrics)}]).encode(), durable=False)
     try:
         yield
     finally:
-        with suppress(OSError):
-            file.unlink()
+        for written in (file, file.with_name("prometheus.json")):
+            with suppress(OSError):
+                written.unlink()
 
 
 def read_place(file: Path) -> Place:

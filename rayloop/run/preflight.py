@@ -61,13 +61,13 @@ def known(model: str, revision: str | None, key: str = "model.path") -> None:
     file = resolve(model, revision, key=key).folder / "config.json"
     described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     text = described.get("text_config") or described
-    if why := unsupported(described.get("model_type", ""), "vision_config" in described, text):
+    kind, quantised = described.get("model_type", ""), "quantization_config" in described
+    if why := unsupported(kind, "vision_config" in described, text, quantised):
         raise ConfigError(f"{key}: {model}: {why}")
 
 
 def alike(config: RunConfig) -> None:
-    """Raises ConfigError unless the model of ``reference.path`` has the tokens and the images of the policy's. Of a server the
-    reference actors compare them."""
+    """Raises ConfigError unless the model of ``reference.path`` has the policy's tokens and images; actors compare a server's."""
     path, model = config.reference.path, config.model
     if path is None or config.reference.server:
         return

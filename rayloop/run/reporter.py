@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rayloop.core import events, incidents
 from rayloop.core.events import Event
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Group
+from rayloop.core.types import TrajectoryId
 from rayloop.grpo.staleness import LengthRatio
 from rayloop.loggers.settings import AnySettings, PrometheusSettings
 from rayloop.loggers.threads import Logger, Loggers
@@ -24,7 +26,7 @@ Open = Callable[[AnySettings, str, Mapping[str, Any], RunFolder], Logger]
 
 
 class Updates:
-    """The newest ``KEPT`` reports for a console that polls: ("event", record) or ("step", metrics), numbered from 0."""
+    """The newest ``KEPT`` reports for a console that polls: ("event", record), ("step", metrics) or ("samples", completions)."""
 
     KEPT = 1000
 
@@ -58,6 +60,8 @@ class Reporter:
         """The highest mean reward on the held-out tasks so far (``reward``), and its ``step``; it is saved with the run."""
         self.worse: list[int] = []
         """The steps of the evaluations since then; saved with the run too. A resume repeats one, which counts once."""
+        self.gaps: Mapping[TrajectoryId, Any] = {}
+        """``RolloutRecord.gaps`` of what the last step trained."""
         self._lengths = LengthRatio()
         self._step = 0
         self._unwritten: set[str] = set()
@@ -74,8 +78,7 @@ class Reporter:
 
     def event(self, event: Event, step: int | None = None) -> None:
         """Something that happened once, after ``step`` (default: the last one on record)."""
-        record = self.folder.events.emit(event, self._step if step is None else step)
-        self.updates.append(("event", record))
+        self.updates.append(("event", self.folder.events.emit(event, self._step if step is None else step)))
         self._watch("events.jsonl", self.folder.events.trouble)
         if isinstance(event, events.CheckpointEvent):
             self._took("save", event.seconds)
@@ -137,8 +140,7 @@ class Reporter:
         self._step = step
         moved = self.folder.truncate_after(step)
         self.folder.write_config(dump(self.config))
-        restored = checkpoint.folder.name if checkpoint else None
-        self.event(events.Begin(lineage, restored, superseded_records=moved, best=self.best))
+        self.event(events.Begin(lineage, checkpoint.folder.name if checkpoint else None, superseded_records=moved, best=self.best))
 
     def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
         """Held-out answers: kept one by one; their means are an event at once, and part of the step's metrics."""
@@ -216,7 +218,9 @@ class Reporter:
 
     def rollouts(self, step: int, records: Sequence[RolloutRecord], images: Mapping[str, bytes]) -> None:
         """Write the sampled rollouts of a step."""
+        records = [replace(one, gaps=self.gaps.get(TrajectoryId(one.group, one.sample), ())) for one in records]
         self._write("rollouts", lambda: self.folder.rollouts.write(step, records, images))
+        self.loggers.rollouts(step, records)
 
     def close(self, step: int, ledger: Mapping[str, int]) -> dict[str, Any]:
         """The run's last word: what its held-out tasks have gained, and that it is finished."""

@@ -35,8 +35,7 @@ class ReferenceSettings(RoleSettings):
     ``algorithm.advantage.kind: distill`` (on-policy distillation). Or ``http://host:port/v1``: a server of vLLM that holds it, for
     texts sampled at temperature 1."""
     refresh_every: int | None = Field(None, ge=1)
-    """Every so many steps the start model's copies take over the policy's weights. Set it when the KL to the start model holds back
-    a long run; null: never."""
+    """Steps after which the start model's copies take over the policy's weights, where the KL holds back long runs; null: never."""
 
     @property
     def server(self) -> str | None:

@@ -1,67 +1,46 @@
-"""Draws ``curves.png`` and ``boxes.png`` at the end of a run, and pictures in a terminal."""
+"""Draws ``curves.png`` at the end of a run, and pictures in a terminal."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from PIL import Image
 from rich.color import Color, ColorSystem
 from rich.style import Style
 
-from rayloop.config.settings import Component
-from rayloop.core.protocols import Box, BoxReader
-from rayloop.data.images import decode
-from rayloop.measure.controls import RIGHT
 from rayloop.run.folder import RunFolder
-from rayloop.run.records.jsonl import JsonLines
-from rayloop.view.reader import Record, by_step, configuration, evenly, image_path, series, tint_note
+from rayloop.view.reader import by_step, series
 from rayloop.view.words import gained, sampled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PAGES, COLUMNS = 10, 5
-STYLES = {"true": ("#12874a", "-"), "before": ("#8a4fb0", ":"), "after": ("#d4480c", "--")}
+CURVES = "curves.png"
+NEXT = f"""wrote {{run}}/{CURVES}
+next: python -m rayloop report {{run}}   # what it learned, its episodes before and after
+      python -m rayloop console {{run}}   # the same in a browser, with search
+      python -m rayloop export {{run}} MODEL   # for transformers and vLLM"""
 
 
-def draw_or_emit(folder: RunFolder, boxes: Component | None, emit: Callable[[str], None]) -> None:
+def draw_or_emit(folder: RunFolder, emit: Callable[[str], None]) -> None:
     """Draw at the end of a run, which is done and saved: an error here is emitted, and fails nothing."""
     try:
-        for file in draw(folder, boxes.build() if boxes else None):
-            emit(f"wrote {file}")
+        curves(folder).savefig(folder.path / CURVES, dpi=120)
+        emit(NEXT.format(run=folder.path))
     except Exception as error:
-        emit(f"the pictures could not be drawn: {type(error).__name__}: {error}")
-
-
-def draw(folder: RunFolder, reader: BoxReader | None) -> list[Path]:
-    """Draw what the run has on record into its folder, and return the files: boxes need a reader and two evaluations."""
-    drawings = {"curves.png": curves(folder), "boxes.png": boxes(folder, reader) if reader else None}
-    written = []
-    for name, figure in drawings.items():
-        if figure is not None:
-            file = io.BytesIO()
-            figure.savefig(file, format="png", dpi=120)
-            (folder.path / name).write_bytes(file.getvalue())
-            written.append(folder.path / name)
-    return written
+        emit(f"{CURVES} could not be drawn: {type(error).__name__}: {error}")
 
 
 def curves(folder: RunFolder) -> Figure:
     """Training and held-out reward over the steps; held-out with 95 % intervals, and dotted where each of them began."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    config, evaluations = configuration(folder), series(by_step(folder.events, "evaluated").values())
+    config, evaluations = folder.configuration, series(by_step(folder.events, "evaluated").values())
     sampling = (config.get("rollout") or {}).get("sampling") or {}
     drawn, greedy = sampling.get("temperature", 1.0), (config.get("evaluation") or {}).get("greedy", True)
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _axes([folder.path.name, *(line for end in by_step(folder.events, "gain").values() for line in gained(end))])
     if training := series(folder.metrics).get("reward/mean", []):
         axes.plot(*_numbers(training), "-", color="0.6", linewidth=1, label=f"training ({sampled(drawn)})")
     for prefix, temperature in (("val_sampled", drawn), ("val", 0.0 if greedy else drawn)):
@@ -71,77 +50,39 @@ def curves(folder: RunFolder) -> Figure:
             if len(low) == len(high) == len(points):
                 axes.fill_between(_numbers(points)[0], low, high, color=line.get_color(), alpha=0.15)
             axes.axhline(_numbers(points)[1][0], color=line.get_color(), linestyle=":", linewidth=1)
-    title = [folder.path.name, *(line for end in by_step(folder.events, "gain").values() for line in gained(end))]
-    axes.set_title("\n".join(title), fontsize=8)
-    axes.set(xlabel="step", ylabel="mean reward")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(alpha=0.3)
     if axes.lines:
         axes.legend()
     return figure
 
 
-def _numbers(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
-    """Steps and values; what was not finite leaves a gap."""
-    return [step for step, _ in points], [float("nan") if value is None else value for _, value in points]
-
-
-def boxes(folder: RunFolder, reader: BoxReader) -> Figure | None:
-    """Held-out images with the true box and those of the first and the last evaluation; None without two such evaluations."""
-    from matplotlib.figure import Figure
-
-    files = list(folder.evaluations.files().items())
-    if len(files) < 2:
-        return None
-    (first, before), (last, after) = ((step, _answers(file)) for step, file in (files[0], files[-1]))
-    common = (after[task] for task in sorted(before.keys() & after.keys()))
-    chosen = evenly([r for r in common if r["images"] and r["truth"] is not None and reader.true(r["truth"])], PAGES)
-    if not chosen:
-        return None
-    rows = -(-len(chosen) // COLUMNS)
-    figure = Figure(figsize=(12, 3.4 * rows), layout="constrained")
-    grid: list[Any] = list(figure.subplots(rows, COLUMNS, squeeze=False).flat)
-    for axes in grid:
-        axes.set_axis_off()
-    for axes, record in zip(grid, chosen, strict=False):
-        _page(axes, folder.evaluations.path, before[record["task"]], record, reader)
-    handles = [_rectangle((0, 0, 1, 1), 1, 1, kind) for kind in STYLES]
-    labels = ["true", f"before (step {first})", f"after (step {last})"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
-    if note := tint_note(configuration(folder)):
-        figure.suptitle(note, fontsize=8)
+def overlaid(folders: Sequence[RunFolder]) -> Figure:
+    """Of each run the training reward, thin, and the held-out reward (sampled if there is one, else greedy) over the steps."""
+    figure, axes = _axes(["held-out reward; thin: training reward"])
+    for place, folder in enumerate(folders):
+        training, evaluations = series(folder.metrics), series(by_step(folder.events, "evaluated").values())
+        held_out = evaluations.get("val_sampled/reward/mean") or evaluations.get("val/reward/mean", [])
+        axes.plot(*_numbers(training.get("reward/mean", [])), "-", color=f"C{place}", linewidth=0.7, alpha=0.6)
+        axes.plot(*_numbers(held_out), "o-", color=f"C{place}", label=folder.path.name)
+    axes.legend()
     return figure
 
 
-def _answers(file: Path) -> dict[str, Record]:
-    """Task -> its answer with the right image."""
-    return {record["task"]: record for record in JsonLines(file) if record["arm"] == RIGHT and not record["sample"]}
+def _axes(title: Sequence[str]) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title("\n".join(title), fontsize=8)
+    axes.set(xlabel="step", ylabel="mean reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.3)
+    return figure, axes
 
 
-def _page(axes: Axes, folder: Path, before: Record, after: Record, reader: BoxReader) -> None:
-    picture = decode(image_path(after["images"][0], folder).read_bytes())
-    axes.imshow(picture)
-    found = {
-        "true": reader.true(after["truth"]),
-        "before": reader.answered(before["text"]),
-        "after": reader.answered(after["text"]),
-    }
-    for kind, several in found.items():
-        for box in several:
-            axes.add_patch(_rectangle(box, picture.width, picture.height, kind))
-    axes.set_title(f"{after['task']}\n{_reward(before)} → {_reward(after)}", fontsize=8)
-
-
-def _rectangle(box: Box, width: float, height: float, kind: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    (x1, y1, x2, y2), (color, style) = box, STYLES[kind]
-    corner, sides = (x1 * width, y1 * height), ((x2 - x1) * width, (y2 - y1) * height)
-    return Rectangle(corner, *sides, fill=False, edgecolor=color, linestyle=style, linewidth=2)
-
-
-def _reward(record: Record) -> str:
-    return "no score" if record["reward"] is None else f"{record['reward']:.2f}"
+def _numbers(points: Sequence[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
+    """Steps and values; what was not finite leaves a gap."""
+    return [step for step, _ in points], [float("nan") if value is None else value for _, value in points]
 
 
 Colours = Literal["true", "256"]

@@ -1,20 +1,19 @@
 """The progress of a run: a table of the last steps on a terminal, one line per step elsewhere."""
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from statistics import fmean
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rayloop.view.completions import shown
 from rayloop.view.words import span
 
 ROWS = 10
@@ -127,6 +126,13 @@ LINE = {
 """Word of a column -> its form in a plain line. An evaluation has a line of its own."""
 
 
+def remaining(newest: Iterable[Mapping[str, float]], steps: int) -> float:
+    """Seconds of the steps that are left: each takes the mean of the last ``SEEN``, evaluations aside. 0 when none was timed."""
+    timed = [metrics for metrics in newest if "timing_s/step" in metrics][-SEEN:]
+    seconds = [metrics["timing_s/step"] - metrics.get("timing_s/testing", 0.0) for metrics in timed]
+    return (steps - timed[-1]["step"]) * fmean(seconds) if timed else 0.0
+
+
 class Progress:
     """Shows steps as they are recorded. Use as a context manager; ``console`` is stdout unless given."""
 
@@ -138,13 +144,13 @@ class Progress:
         self._columns = columns(sampled, held_out)
         self._rows: deque[tuple[str, ...]] = deque(maxlen=ROWS)
         self._used: set[str] = set()
-        self._seconds: deque[float] = deque(maxlen=SEEN)
+        self._timed: deque[Mapping[str, float]] = deque(maxlen=SEEN)
         self._rewards: deque[float] = deque(maxlen=2 * SEEN)
-        self._left = ""
-        self._doing = ""
+        self._left = self._doing = ""
+        self._samples = Text()
         self._live: Live | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         if self.console.is_terminal:
             self._live = Live(console=self.console, auto_refresh=False)
             self._live.start()
@@ -163,9 +169,9 @@ class Progress:
         metrics = {**metrics, **self._trend(metrics)}
         cells = {column.word: column.show(metrics) for column in self._columns}
         if "timing_s/step" in metrics:
-            self._seconds.append(metrics["timing_s/step"] - metrics.get("timing_s/testing", 0.0))
-            remaining = (self.total_steps - metrics["step"]) * fmean(self._seconds)
-            self._left = f"{span(remaining)} left" if remaining else ""
+            self._timed.append(metrics)
+            left = remaining(self._timed, self.total_steps)
+            self._left = f"{span(left)} left" if left else ""
         if self._live is None:
             cells |= {"time": _time(metrics), "left": self._left or ABSENT}
             said = (form.format(cells[word]) for word, form in LINE.items() if cells[word] != ABSENT)
@@ -182,6 +188,13 @@ class Progress:
         rewards = list(self._rewards)
         half = len(rewards) // 2
         return {TREND: fmean(rewards[-half:]) - fmean(rewards[:half])} if half > 1 else {}
+
+    def samples(self, found: Mapping[str, Any]) -> None:
+        """Show completions of the newest step: below the table of a terminal, elsewhere after the step's line."""
+        self._samples = shown(found, self.console)
+        if self._live is None:
+            self.console.print(self._samples)
+        self._refresh()
 
     def doing(self, text: str) -> None:
         """Below the table of a terminal: what the run does now. Says nothing elsewhere."""
@@ -211,7 +224,7 @@ class Progress:
         tables = [self._without(GIVEN_UP[:gone]) for gone in range(len(GIVEN_UP) + 1)]
         free = self.console.options.update(max_width=1000)
         fits = (table for table in tables if self.console.measure(table, options=free).maximum <= self.console.width)
-        return Group(Text(), next(fits, tables[-1]), now)
+        return Group(Text(), next(fits, tables[-1]), self._samples, now)
 
     def _without(self, words: Sequence[str]) -> Table:
         table = Table(box=None, pad_edge=False)

@@ -1,5 +1,6 @@
 """Actors in service, losses and recovery budgets of a run, from its events alone: for ``status``, and for Prometheus."""
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -113,6 +114,7 @@ class Vitals:
             role.lost = former[name].lost if name in former else 0
 
     def _begin(self, record: Record) -> None:
+        self.end = None
         self.step = self.checkpoint_step = int(record.get("step") or 0)
         self.checkpoint_time = None if record["restored"] is None else self.checkpoint_time or record["time"]
 
@@ -141,6 +143,8 @@ class Vitals:
             found[f"recovery/budget_left/{name}"] = self.budget(name, now)
         found["recovery/steps_since_checkpoint"] = self.step - self.checkpoint_step
         found["recovery/checkpoint_every"] = self.every
+        disk = shutil.disk_usage(self.folder.path)
+        found["recovery/disk_used"] = 1 - disk.free / disk.total
         times = {"checkpoint": self.checkpoint_time, "progress": self.progress, "lock": self.folder.lock.heartbeat()}
         found |= {f"recovery/{name}_age": now - when for name, when in times.items() if when is not None}
         return {key: float(value) for key, value in found.items()}

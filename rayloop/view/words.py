@@ -11,6 +11,8 @@ from rayloop.measure.controls import table
 from rayloop.run.folder import RolloutRecord
 
 Record = Mapping[str, Any]
+_STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of Unicode's characters that are written out, but for tabs, line breaks, and the joiners of scripts and emoji."""
 
 PHASES = {
     "start": "starting actors",
@@ -45,8 +47,9 @@ def span(seconds: float) -> str:
 
 
 def visible(text: str) -> str:
-    """The text with what would steer a terminal (all control characters but tabs and line breaks) written out, as ``\\x1b``."""
-    return "".join(repr(c)[1:-1] if category(c) == "Cc" and c not in "\t\n" else c for c in text)
+    """The text with what would steer a terminal, or cannot be written to it, written out, as ``\\x1b``: control characters but tabs
+    and line breaks, marks of direction, other separators of lines, halves of surrogate pairs."""
+    return "".join(repr(c)[1:-1] if category(c) in _STEERING and c not in "\t\n\u200c\u200d" else c for c in text)
 
 
 def rewarded(outcome: Outcome) -> str:

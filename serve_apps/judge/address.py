@@ -1,7 +1,5 @@
 """The judge's address for runs in its own Ray cluster: a named actor that lives as long as ``judge serve`` does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import ray
@@ -47,7 +45,7 @@ class RayDiscovery:
         name: str = "judge"
         """The application's name in the judge's configuration."""
 
-    def __init__(self, settings: RayDiscovery.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._name = settings.name
 
     async def __call__(self) -> Address:

@@ -71,7 +71,7 @@ def app(args: dict[str, Any]) -> Application:
         target = {"min_replicas": replicas.min, "max_replicas": replicas.max, "target_ongoing_requests": replicas.target}
         scale = {"autoscaling_config": target}
     return deployed(
-        "Judge", Judge, settings, what="the judge", max_ongoing_requests=limits.ongoing,
+        "Judge", Judge, settings, what="the judge", max_ongoing_requests=limits.ongoing, max_queued_requests=limits.queued,
         ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": gpus(settings), "resources": replicas.resources},
         graceful_shutdown_timeout_s=min(limits.seconds, 60), **scale,
     )  # fmt: skip

@@ -60,12 +60,10 @@ class CompletionModel(ABC):
         """Free the engine or the connections."""
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
-        """The model's reply to a request for a verdict, without retries. Raises like ``complete``, DataFailure for a prompt that is
-        too long, and InfrastructureFailure for any other refusal and a reply that was cut off: the judge's configuration is the
-        cause, not the answer."""
+        """The model's reply to a request for a verdict, without retries. Raises like ``complete``, DataFailure for a too long
+        prompt, and InfrastructureFailure for another refusal and a cut reply: the judge's configuration causes those."""
         form = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
-        request = {"model": self.name, "messages": messages, "response_format": form, **self._keys}
-        status, answer, _ = await self.complete(request)
+        status, answer, _ = await self.complete({"model": self.name, "messages": messages, "response_format": form, **self._keys})
         if status in (400, 413, 422) and _TOO_LONG.search(json.dumps(answer)):
             raise DataFailure(self.name, f"refused with {status}: {str(answer)[:200]}")
         if status != 200:
@@ -75,8 +73,7 @@ class CompletionModel(ABC):
             if choice.get("finish_reason") == "length":
                 raise InfrastructureFailure(f"{self.name}: the reply was cut off after max_tokens {self._keys['max_tokens']}")
             text = choice["message"]["content"] or ""
-            tokens = (choice.get("logprobs") or {}).get("content") or ()
-            return Reply(str(text), correct_probability(tokens))
+            return Reply(str(text), correct_probability((choice.get("logprobs") or {}).get("content") or ()))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise InfrastructureFailure(f"{self.name}: no chat completion: {str(answer)[:200]}") from error
 

@@ -29,7 +29,7 @@ def app(settings: PolicyEndpointSettings) -> Application:
     """The application that Ray Serve runs. Raises ConfigError without a key."""
     return deployed(
         "Policy", PolicyReplica, settings, what="the policy endpoint", ray_actor_options={"num_cpus": 0}, num_replicas=1,
-        max_ongoing_requests=2 * settings.limits.held, graceful_shutdown_timeout_s=5,
+        max_ongoing_requests=2 * settings.limits.held, max_queued_requests=settings.limits.queued, graceful_shutdown_timeout_s=5,
     )  # fmt: skip
 
 

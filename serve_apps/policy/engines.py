@@ -1,11 +1,10 @@
 """The live rollout actors of a run, found by their names, and requests to them that survive the loss of one."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -53,7 +52,7 @@ class Engines:
         self.why = "engines were not searched for yet"
         """Why no engine serves; "" while one does."""
 
-    async def __aenter__(self) -> Engines:
+    async def __aenter__(self) -> Self:
         self._watch = asyncio.create_task(self._look())
         return self
 
@@ -133,8 +132,7 @@ class Engines:
             await asyncio.sleep(LOOK)
 
     def _names(self) -> set[str]:
-        actors = ray.util.list_named_actors(all_namespaces=True)
-        ours = (actor["name"] for actor in actors if actor["namespace"] == self._namespace)
+        ours = (actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == self._namespace)
         return {name for name in ours if name.startswith(ROLE)}
 
     async def _ask_health(self, engine: FoundEngine) -> None:

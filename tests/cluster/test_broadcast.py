@@ -1,9 +1,11 @@
-"""The collective transport beyond its contract: when the engines meet anew, and who is held up by one that dies or hangs."""
+"""The collective transport beyond its contract: who receives, when they meet anew, and who is held up by one that dies or hangs."""
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 import pytest
 import ray
 
-from tests.support.weight_sync import Stage
+from rayloop.core.failures import PolicyLost, WeightSyncError
+from rayloop.core.types import Version
+from tests.support.weight_sync import Stage, Streaming, weights
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -51,6 +55,104 @@ def test_a_receiver_killed_during_a_broadcast_is_replaced_and_the_others_are_ser
         [again, new] = await stage.attributes(GROUP)
         assert again == new != first, "they meet in a new group"
         assert len(stage.named("broadcast_failed")) == 1
+
+    stage.run(play)
+
+
+PHASES = {"first bucket": 0, "middle": 2, "last bucket": 4, "end": -1, "copy": -2}
+"""When a process of an engine is killed: at the number of buckets sent, when all are, when the object store's copy is asked for."""
+
+
+def test_processes_of_engines_receive_and_one_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
+    """Of two engines with two processes each, one of the second is killed in every phase, its replacement in the next one."""
+    stage = Stage(tmp_path, 2, COLLECTIVE, workers=Streaming.workers, timeout=60.0)
+
+    async def play() -> None:
+        [rank] = stage.policy.ranks
+        await stage.sync_weights(1)
+        assert await stage.seen() == [[1], [1]]
+        assert await stage.attributes(GROUP) == [None, None], "the rollout actors are no members"
+        for step, (phase, buckets_sent) in enumerate(PHASES.items(), start=2):
+            serial = max(stage.pool.workers)
+            [*_, killed] = await stage.pool.workers[serial].handle.processes.remote()
+            await rank.kill_when.remote(buckets_sent, [killed])
+            failed, began = len(stage.named("broadcast_failed")), time.monotonic()
+            await stage.sync_weights(step)
+            assert time.monotonic() - began < 60.0, phase
+            assert (await stage.seen())[0][-1] == step, phase
+            if phase != "end":  # which it may have read before it was killed
+                assert len(stage.named("broadcast_failed")) == failed + (phase != "copy"), phase
+            await rank.spare.remote()
+            if serial in stage.pool.workers:  # it had loaded all: the next call notices
+                await stage.sync_weights(step)
+            await stage.back()
+            assert [worker["worker"] for worker in stage.named("worker_lost")][-1] == serial, phase
+            assert [versions[-1] for versions in await stage.seen()] == [step, step], phase
+        await stage.sync_weights(9)
+        assert [versions[-1] for versions in await stage.seen()] == [9, 9]
+
+    stage.run(play)
+
+
+def test_the_rank_that_sends_is_killed_and_the_policy_is_lost(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, 2, COLLECTIVE, workers=Streaming.workers, timeout=60.0)
+
+    async def play() -> None:
+        [rank] = stage.policy.ranks
+        await stage.sync_weights(1)
+        await rank.kill_when.remote(2, [])
+        began = time.monotonic()
+        with pytest.raises(PolicyLost):
+            await stage.sync_weights(2)
+        assert time.monotonic() - began < 60.0
+        assert len(stage.pool.workers) == 2
+        stage.policy.ranks = [stage.policy._spawn(0)]
+        await stage.sync_weights(3)
+        assert [versions[-1] for versions in await stage.seen()] == [3, 3]
+
+    stage.run(play)
+
+
+def test_damaged_bytes_are_named_by_the_processes_and_nothing_is_copied_to_engines(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, 2, COLLECTIVE, workers=Streaming.workers, timeout=60.0)
+
+    async def play() -> None:
+        await stage.sync_weights(1)
+        await stage.policy.ranks[0].lie.remote("layer.3")
+        with pytest.raises(WeightSyncError, match=r"version 0\.2: 1 tensors did not arrive as sent: layer\.3: corrupt"):
+            await stage.sync_weights(2)
+        assert await stage.seen() == [[1], [1]]
+        assert not stage.named("broadcast_failed")
+
+    stage.run(play)
+
+
+def test_the_driver_calls_each_rollout_actor_once_with_nothing_larger_than_a_handle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(tmp_path, 2, COLLECTIVE, workers=Streaming.workers, timeout=60.0)
+    calls: list[tuple[str, int]] = []
+
+    async def play() -> None:
+        everywhere = type(stage.pool).answers
+
+        async def answers(pool: Any, method: str, asked: Any, deadline: float, **options: Any) -> Any:
+            calls.append((method, len(asked)))
+            return await everywhere(pool, method, asked, deadline, **options)
+
+        monkeypatch.setattr(type(stage.pool), "answers", answers)
+        sizes = list[int]()
+        load = stage.weight_sync.load
+
+        async def loading(update: Any) -> None:
+            sizes.append(len(pickle.dumps(update)))
+            await load(update)
+
+        monkeypatch.setattr(stage.weight_sync, "load", loading)
+        await stage.sync_weights(1)
+        await stage.sync_weights(2)
+        assert [call for call in calls if call[0] != "health"] == [("load", 2)] * 2
+        assert max(sizes) < 500 < sum(tensor.nbytes for tensor in weights(Version(0, 1)).values())
 
     stage.run(play)
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow_faults, pytest.mark.timeout(300)]
 
 
 def test_three_steps_of_the_quickstart(tmp_path: Path) -> None:
-    assert main(["--small", "--out", str(tmp_path / "rows"), "--train", "40", "--val", "12", "--test", "0"]) == 0
+    assert main(["--out", str(tmp_path / "rows"), "--train", "40", "--val", "12", "--test", "0"]) == 0
     config = yaml.safe_load((ROOT / "recipes/chart_rvr/quickstart.yaml").read_text(encoding="utf-8"))
     config |= {"output": str(tmp_path), "name": "run", "steps": 3, "checkpoint": {"every": 3}}
     config["data"] |= {name: str(tmp_path / f"rows/{split}.jsonl") for name, split in (("train", "train"), ("eval", "val"))}

@@ -29,6 +29,7 @@ def kl(made: Run) -> dict[int, float]:
     return {record["step"]: record["actor/kl"] for record in made.metrics}
 
 
+@pytest.mark.slow_faults
 @pytest.mark.parametrize("engine", [{}, {"lora": {"rank": 16}}], ids=["full", "lora"])
 def test_the_policy_approaches_its_teacher(tmp_path: Path, digits_model: Path, teacher: Path, engine: dict[str, Any]) -> None:
     made = finished(
@@ -42,6 +43,7 @@ def test_the_policy_approaches_its_teacher(tmp_path: Path, digits_model: Path, t
     assert all(record["rollout/trained"] == 8 for record in made.metrics)
 
 
+@pytest.mark.slow_faults
 def test_a_refreshed_reference_is_the_same_after_a_resume(tmp_path: Path, digits_model: Path) -> None:
     def config(name: str, steps: int) -> dict[str, Any]:
         folder = tmp_path / name

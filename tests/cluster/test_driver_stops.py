@@ -29,6 +29,7 @@ from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core.deadlines import until_stopped
 from rayloop.core.failures import CheckpointError, NotSaved, PolicyLost, Preempted, RayloopError, RolesExhausted
 from rayloop.core.types import Version
+from rayloop.rollout.time_sharing import TimeSharing
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.identity import about, identity
@@ -135,6 +136,7 @@ class Services:
     def __init__(self, policy: PolicyGroup) -> None:
         self.policy, self.reference, self.rollout = policy, None, self
         self.pools: list[Any] = []
+        self.sharing = TimeSharing()
 
     async def start(self, admit: Any) -> None:
         await asyncio.sleep(0)
@@ -484,8 +486,9 @@ def test_a_rank_that_is_lost_at_the_start_costs_a_restart(stage: Stage, tmp_path
     policy._spawn = lambda rank: LocalActor(stage.rank)
 
     async def start(admit: Any) -> None:
-        started: Any = SimpleNamespace(policy=policy, folder=str(tmp_path / "run"))
-        await TrainingServices._start_policy(started)
+        sharing = driver.services.sharing
+        started: Any = SimpleNamespace(policy=policy, folder=str(tmp_path / "run"), config=driver.config, sharing=sharing)
+        await TrainingServices._start_policy(started, asyncio.sleep(0))
         assert policy.ranks == []
 
     monkeypatch.setattr(driver.services, "start", start)

@@ -45,7 +45,7 @@ def grounding(folder: Path, model: Path) -> dict[str, Any]:
             "reader": {"use": "rayloop.recipes.arc_vision.data:GroundingRows"},
         },
         policy__engine={"threads": 1, "lora": {"rank": 4}}, policy__optimizer={"lr": 3.0e-3},
-        weight_sync={"logprob_check": "stop", "transport": {"kind": "filesystem"}},
+        weight_sync={"logprob_check": "stop"},
         evaluation={"every": 2, "samples": 2, "controls": True, "blind": {"use": "rayloop.recipes.arc_vision.boxes:BlindBox"}},
     )  # fmt: skip
 

@@ -32,6 +32,7 @@ def typed(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow_faults
 @pytest.mark.timeout(600)
 def test_a_live_run_is_looked_at_and_stopped(digits_model: Path, tmp_path: Path) -> None:
     config = settings(tmp_path, digits_model, steps=100_000)

@@ -9,12 +9,13 @@ import threading
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import ValidationError
 
 from rayloop.cluster.loop.loggers import open_logger
+from rayloop.config.settings import SettingsModel, check_components
 from rayloop.core.failures import ConfigError
 from rayloop.loggers.settings import AnySettings, TensorBoardSettings, WandbSettings
 from rayloop.loggers.threads import Logger, Loggers
@@ -277,7 +278,7 @@ with private_cluster() as temporary:
             from rayloop.cluster.loop.loggers import Prometheus
             from rayloop.run.folder import RunFolder
             from rayloop.view.vitals import Vitals
-            self.logger = Prometheus("tested", Vitals(RunFolder(tempfile.mkdtemp(), "none"), {}))
+            self.logger = Prometheus("tested", Vitals(RunFolder.at(tempfile.mkdtemp()), {}))
             self.logger.log(7, {"step": 7.0, "reward/mean": 0.5, "reward/digits/mean": 0.25, "actor/loss": float("nan"),
                                 "ledger/filtered[all_wrong]": 3.0})
             return "torch" in sys.modules
@@ -328,3 +329,32 @@ def test_prometheus_reads_the_gauges_from_a_private_cluster(tmp_path: Path) -> N
         ("ray_rayloop_reward_mean", '"digits"'): 0.25,
         ("ray_rayloop_ledger", '"filtered[all_wrong]"'): 3.0,
     }
+
+
+class Listed:
+    """A logger as a user writes one."""
+
+    class Settings(SettingsModel):
+        title: str
+
+    kept: ClassVar[list[Any]] = []
+
+    def __init__(self, settings: Settings, name: str, config: Mapping[str, Any], folder: Path) -> None:
+        self.kept.append((settings.title, name, config["seed"], folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.kept.append((step, metrics["reward/mean"]))
+
+    def close(self) -> None:
+        self.kept.append("closed")
+
+
+def test_a_logger_of_your_own_gets_the_run_and_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = {"use": f"{__name__}:Listed", "with": {"title": "mine"}}
+    [chosen] = config(tmp_path, loggers=[own]).loggers
+    logged(chosen, RunFolder.at(tmp_path), (1, 0.5))
+    assert Listed.kept == [("mine", "run", 0, tmp_path), (1, 0.5), "closed"]
+    with pytest.raises(ValidationError, match="more than once"):
+        config(tmp_path, loggers=[own, own])
+    with pytest.raises(ConfigError, match="title"):
+        check_components(config(tmp_path, loggers=[{**own, "with": {}}]))

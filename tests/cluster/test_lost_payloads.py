@@ -155,7 +155,7 @@ def test_the_ranks_tell_what_is_lost_before_they_train(tmp_path: Path, digits_mo
         assert time.monotonic() - began < c.policy.step_timeout
         stage.rollouts.lose(lost)
         assert await stage.driver.hold(tuple(stage.rollouts.ready.groups)) == set()
-        return lost, (await policy.all(PolicyRank.train))[0]
+        return lost, (await policy.all(PolicyRank.train))[0][0]
 
     try:
         lost, report = asyncio.run(steps())

@@ -1,4 +1,4 @@
-"""recipes/one_file.py against a run of the cluster: the same algorithm on the same rows has the same numbers, bit for bit."""
+"""benchmarks/trainer/one_file.py against a run of the cluster: the same algorithm on the same rows has the same numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.trainer import one_file
 from rayloop.cli import main
 from rayloop.engines.models import hf_state
-from rayloop.recipes import one_file
 from tests.support.runs import finished
 
 pytestmark = pytest.mark.timeout(300)

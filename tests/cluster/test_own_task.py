@@ -36,30 +36,14 @@ def test_the_rows_are_valid(folder: Path, digits_model: Path) -> None:
     assert (done.returncode, "4 rows read by" in done.stdout, "warning" in done.stdout) == (0, True, False), done.stdout
 
 
-@pytest.mark.parametrize("name", ["sums", "guess"])
-def test_each_configuration_can_be_tried(folder: Path, digits_model: Path, name: str) -> None:
-    done = command(folder, "try", f"{name}.yaml", f"model.path={digits_model}")
+def test_the_configuration_can_be_tried(folder: Path, digits_model: Path) -> None:
+    done = command(folder, "try", "sums.yaml", f"model.path={digits_model}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 of 2 answers have a reward" in done.stdout
     assert 'truth: "3"' in done.stdout
 
 
-def test_the_environment_does_what_the_page_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(folder))
-    from importlib import import_module
-
-    from rayloop.core.types import Task
-
-    guess = import_module("guess")
-    game = guess.Guess(guess.Guess.Settings())
-    game.reset(Task("a", (), "3"))
-    said = [game.step(text) for text in ("5", "1", "what?", "3")]
-    assert [step.observation.messages[0].parts[0] for step in said[:3]] == ["Lower.", "Higher.", "A number, please."]
-    assert said[2].error
-    assert said[3].done
-    assert game.evaluate() == 1.0
-
-
+@pytest.mark.slow_faults
 def test_it_trains(folder: Path, digits_model: Path) -> None:
     """One step; answers of a random model are all equally bad, so nothing is filtered."""
     small = ("steps=1", "algorithm.groups_per_step=1", "algorithm.filtering.filters=[]", "weight_sync.logprob_check=stop")

@@ -18,6 +18,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RolloutTurn
 from tests.support.drivers import made_driver
 from tests.support.runs import settings
+from tests.unit.groups import make_group
 
 
 def record(group: int, **fields: Any) -> RolloutRecord:
@@ -127,3 +128,22 @@ def test_a_policy_that_collapsed_ends_with_an_alarm_a_reason_and_an_evaluation(
         asyncio.run(driver.collect())
     assert [type(event).__name__ for event in rollouts.reported] == ["Alarm"]
     assert played == [step] * evaluations
+
+
+def test_trained_and_dropped_groups_are_recorded_in_turn(tmp_path: Path) -> None:
+    """A page that shows trained groups alone cannot show why others were dropped."""
+    driver: Any = made_driver(RunConfig.model_validate(settings(tmp_path, tmp_path, keep_rollouts=5)), tmp_path)
+    driver.rollouts, driver.player = RolloutManager(), SimpleNamespace(metrics=dict)
+    driver.rollouts.alarms = SimpleNamespace(step=lambda _: None, unseen=False, recorded=lambda _: None)
+    driver.reporter = SimpleNamespace(step=lambda *_: {}, updates=[])
+    recorded = list[int]()
+
+    async def dump(groups: Any, step: int) -> list[Any]:
+        recorded.extend(group.number for group in groups)
+        return []
+
+    driver.dump = dump
+    finished = [make_group(number, [0.0, 1.0]) for number in (9, 2, 3, 1, 4, 8)]
+    trained = [group for group in finished if group.number in (2, 9, 4)]
+    asyncio.run(driver.record({}, SimpleNamespace(groups=trained, finished=finished)))
+    assert recorded == [2, 1, 4, 3, 9]

@@ -67,11 +67,14 @@ def answers(made: Run) -> list[tuple[Any, ...]]:
 
 
 def test_three_steps_on_text_with_engines_of_two_processes(tmp_path: Path, digits_model: Path) -> None:
-    """Every actor lives in a placement group, where vLLM by itself would start its workers through Ray."""
+    """Every actor lives in a placement group, where vLLM by itself would start its workers through Ray. Both processes are members
+    of the group in which weights are broadcast."""
     config = text(tmp_path, digits_model, recovery={"health_timeout": 1.0})
+    config["weight_sync"]["transport"] = {"kind": "collective"}
     config["rollout"]["engine"] = VLLM | {"extra": EXTRA | {"tensor_parallel_size": 2}}
     made = finished(config)
     healthy(made, {"embedding", "language"})
+    assert not made.named("broadcast_failed")
     assert 0 <= made.metrics[-1]["rollout/cache"] < 0.9
     assert all("rollout/in_flight_limit" not in record for record in made.metrics)
 
@@ -87,6 +90,13 @@ def test_three_steps_with_top_p_agree_with_the_trainer(tmp_path: Path, digits_mo
         assert record["actor/logprob_mismatch_max"] < 1e-4
         assert record["actor/ratio_max"] == pytest.approx(1.0, abs=1e-6)
     assert made.metrics[0]["actor/kl"] < 1e-8, "the reference is over the kept tokens too"
+
+
+def test_three_steps_with_adapters_alone_agree_with_the_trainer(tmp_path: Path, digits_model: Path) -> None:
+    config = text(tmp_path, digits_model, policy__engine={"lora": {"rank": 8}}, policy__loss={"kl_coef": 0.05})
+    made = finished(config)
+    healthy(made, {"adapters"})
+    assert made.metrics[-1]["actor/kl"] > 0, "the adapters moved"
 
 
 def test_three_steps_on_pages_whose_greedy_answers_are_those_of_transformers(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.models import save_model
 from rayloop.engines.training import collator
 from rayloop.rollout.manager import RolloutManager
+from rayloop.rollout.time_sharing import TimeSharing
 from rayloop.run.config import RunConfig
 from rayloop.run.order import training_rows
 from rayloop.run.reporter import Reporter
@@ -73,6 +74,7 @@ class Stage:
             rollout=self._pool("rollout", self.engine),
             environment=self._pool("env", environment),
             weights=str(folder / "weights"),
+            sharing=TimeSharing(),
         )
         self.weight_sync = WeightSync(c, self.services, self.reporter)
         rollouts = RolloutManager(c, Ledger(), training_rows(c, self.reporter), self.reporter, FailureHistory(c.environment))
@@ -209,8 +211,8 @@ class Forgetful(PolicyRank):
     def join(self, init_method: str) -> None:
         super().join(init_method)
         export, engine = self.engine.export, self.engine
-        engine.export = lambda version: {  # type: ignore[method-assign]
-            name: tensor for name, tensor in export(version).items() if version == START or name != self.left_out
+        engine.export = lambda version, **options: {  # type: ignore[method-assign]
+            name: tensor for name, tensor in export(version, **options).items() if version == START or name != self.left_out
         }
 
 

@@ -53,6 +53,7 @@ def hung_trajectory(made: Run) -> str:
     return str(next(e["trajectory"] for e in made.named("episode_failed") if "hangs" in e["why"]))
 
 
+@pytest.mark.slow_faults
 def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, grounding_model: Path) -> None:
     fine = str(GOOD / "images/train/click-button-0000.png")
     corrupt, missing = tmp_path / "corrupt.png", tmp_path / "missing.png"
@@ -71,7 +72,7 @@ def test_whatever_is_wrong_with_a_task_the_steps_are_done(tmp_path: Path, ground
     ]
     config = grounding(tmp_path, grounding_model, lines, steps=9)
     episode = config["environment"]["episode"]
-    episode |= {"max_prompt_tokens": 300, "reset_timeout": 1.5}
+    episode |= {"max_prompt_tokens": 300, "step_timeout": 1.5}
     episode["environment"]["with"] = {"reset": {"hangs": "hang"}, "step": {"raises": "raise"}}
     config["reward"]["source"]["with"]["faults"] = {n: n for n in ("nan", "inf", "none", "string", "half")} | {"crash": "raise"}
     made = finished(config)

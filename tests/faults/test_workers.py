@@ -37,7 +37,7 @@ def test_workers_die_at_work_one_after_the_other(tmp_path: Path, digits_model: P
     )  # fmt: skip
     hung = tmp_path / "hung"
     hung.mkdir()
-    config["environment"]["episode"] |= {"reset_timeout": 2.0}
+    config["environment"]["episode"] |= {"step_timeout": 2.0}
     config["environment"]["episode"]["environment"]["with"] = {"reset": {"train-17": "hang"}, "once": str(hung)}
     with run(marked(config, marks)) as made:
         made.until_event("trained", step=1)

@@ -70,9 +70,9 @@ class JsonLines:
         self._shut()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The records, in order. An unfinished last line is left out; a missing file has no records."""
+        """The records, in order. An unfinished last line is left out; a missing file has no records; broken UTF-8 is replaced."""
         if self.path.exists():
-            with self.path.open(encoding="utf-8") as file:
+            with self.path.open(encoding="utf-8", errors="replace") as file:
                 yield from (json.loads(line) for line in file if line.endswith("\n"))
 
     def since(self, offset: int) -> tuple[list[dict[str, Any]], int]:
@@ -82,7 +82,7 @@ class JsonLines:
         with self.path.open("rb") as file:
             file.seek(offset)
             whole = file.read().rpartition(b"\n")
-        lines = whole[0].decode().split("\n") if whole[1] else []
+        lines = whole[0].decode(errors="replace").split("\n") if whole[1] else []
         return [json.loads(line) for line in lines], offset + len(whole[0]) + len(whole[1])
 
     def split(self, keep: Callable[[Mapping[str, Any]], bool], aside: Path) -> int:
@@ -112,9 +112,7 @@ def _finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return value
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _plain(value: Any) -> str:

@@ -13,9 +13,10 @@ import pytest
 from rayloop import recipes
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.data.rows import parsed
 from rayloop.measure import intervals
 from rayloop.measure.intervals import interval
-from rayloop.rewards.saved import parsed, texts_of, truth_of
+from rayloop.rewards.saved import texts_of, truth_of
 
 COMPLETIONS = Path(__file__).parents[2] / "data" / "chart_rvr" / "completions.jsonl"
 Asked = Callable[..., tuple[list[dict[str, Any]], str]]

@@ -16,6 +16,7 @@ from rayloop.cluster.loop.loggers import open_logger
 from rayloop.cluster.loop.weight_sync import WeightSync
 from rayloop.core.failures import PolicyLost
 from rayloop.core.types import Version
+from rayloop.rollout.time_sharing import TimeSharing
 from rayloop.run.config import RunConfig
 from rayloop.run.reporter import Reporter
 from rayloop.transports.seam import WeightUpdate
@@ -49,7 +50,7 @@ class Stage:
         self.alive = True
         self.serving = Engine(set())
         self.reporter = Reporter(config, folder, open_logger)
-        services: Any = SimpleNamespace(policy=self, rollout=self, weights=str(folder))
+        services: Any = SimpleNamespace(policy=self, rollout=self, weights=str(folder), sharing=TimeSharing())
         self.weight_sync = WeightSync(config, services, self.reporter)
 
     async def export(self, version: Version) -> WeightUpdate[str]:

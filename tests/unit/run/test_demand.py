@@ -47,6 +47,5 @@ def test_it_takes_no_more_than_the_shared_memory_has(tmp_path: Path, free: Simpl
     assert store(config(tmp_path), PARAMETERS, tmp_path / "none") == OBJECT_STORE
 
 
-def test_weights_that_take_another_way_or_are_not_here_need_no_room(tmp_path: Path) -> None:
-    assert store_wanted(config(tmp_path, weight_sync__transport={"kind": "filesystem"}), PARAMETERS) == OBJECT_STORE
+def test_weights_that_are_not_here_need_no_room(tmp_path: Path) -> None:
     assert store_wanted(config(tmp_path), 0) == OBJECT_STORE

@@ -68,7 +68,9 @@ def test_what_does_not_fit_together_in_an_evaluation_is_refused(tmp_path: Path) 
     file = tmp_path / "run.yaml"
     over = {"environment.episode.step_timeout": 4000.0}
     file.write_text(yaml.safe_dump(settings(tmp_path, tmp_path, evaluation={"over": over})), encoding="utf-8")
-    message = r"longer than environment\.episode\.step_timeout \(4000 s\), which it waits for in evaluations \(evaluation\.over\)\."
+    message = (
+        r"longer than 2 x environment\.episode\.step_timeout \(8000 s\), which it waits for in evaluations \(evaluation\.over\)\."
+    )
     with pytest.raises(ConfigError, match=message):
         read(file, [])
 
@@ -89,7 +91,7 @@ def test_the_trainings_own_durations_are_checked_beside_an_evaluations(tmp_path:
     values["evaluation"] = {"over": {"environment.episode.step_timeout": 10.0}}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"longer than environment\.episode\.step_timeout \(4000 s\), which it waits for\."):
+    with pytest.raises(ConfigError, match=r"longer than 2 x environment\.episode\.step_timeout \(8000 s\), which it waits for\."):
         read(file, [])
 
 

@@ -20,6 +20,7 @@ from tests.support.pages import ROOT, write_snippets
 from tests.unit.groups import make_group
 
 PAGE = "bring_your_own/metric.md"
+RECORDS = "rayloop/run/records"
 ADDED = "rollout/turns/max"
 STALE = "docs/bring_your_own/metric.md quotes these lines: adapt its patch"
 
@@ -39,12 +40,12 @@ def test_a_component_and_a_flag_are_metrics(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_patch_of_the_page_adds_a_metric(tmp_path: Path) -> None:
-    """Onto a copy of the two files: one line where it is computed, one row in the table."""
+    """Onto copies of the files: one line where it is computed, one row in the table."""
     assert validate([ADDED]) == (ADDED,), f"{ADDED} exists by now, and the page adds it: give its patch another metric"
     write_snippets(PAGE, tmp_path)
-    for name in ("rayloop/run/records/step_metrics.py", "rayloop/run/records/metrics.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / RECORDS).mkdir(parents=True)
+    for name in ("step_metrics.py", "metrics.py", "metrics.yaml"):
+        shutil.copy(ROOT / RECORDS / name, tmp_path / RECORDS / name)
     done = subprocess.run(
         ["git", "apply", "--unidiff-zero", "longest.patch"], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )

@@ -20,7 +20,7 @@ from rayloop.core.groups import Credit, Group, Member, Scored, Status, Trajector
 from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Trajectory, TrajectoryId, Turn, Version
 from rayloop.rewards.saved import played
 from rayloop.run import lock
-from rayloop.run.folder import RESTARTS, RunFolder, rollout_record
+from rayloop.run.folder import RESTARTS, RunFolder, _ends, rollout_record
 from rayloop.run.lock import Holder
 from rayloop.run.records.jsonl import JsonLines
 
@@ -175,7 +175,9 @@ def test_truncation_leaves_each_step_once_and_loses_nothing(tmp_path: Path) -> N
 
 def _member(sample: int, outcome: Scored | Unscored, status: Status | None = None) -> Member:
     version = Version(1, 4)
-    summary = Summary(TrajectoryId(7, sample), 0, "task-a", "digits", EndReason.DONE, 6, 2, 1, 1, 0, True, version, version)
+    summary = Summary(
+        TrajectoryId(7, sample), 0, "task-a", "digits", EndReason.DONE, 6, 2, 1, 1, 0, True, version, version, states=("5tate",)
+    )
     return Member(summary, outcome, credit=Credit(0.5) if isinstance(outcome, Scored) else None, status=status)
 
 
@@ -189,7 +191,7 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
         TrajectoryId(7, 0), 0, "task-a", 11, (prompt, answer, anew, answer), Sampling(), EndReason.DONE, None, {image.sha256: png}
     )
     members = (
-        _member(0, Scored(1.0, {"exact": 1.0}, ("late",)), Status(TrajectoryState.FILTERED, "too_long")),
+        _member(0, Scored(1.0, {"exact": 1.0}, ("late",), reason="as a judge said"), Status(TrajectoryState.FILTERED, "too_long")),
         _member(1, Unscored(UnscoredKind.TIMEOUT, "judge")),
     )
     group = Group(7, Task("task-a", ()), members)
@@ -203,11 +205,31 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     assert (folder.rollouts.path / scored["images"][0]["file"]).read_bytes() == png
     assert (scored["prompt"], [turn["text"] for turn in scored["turns"]]) == ("1/2", ["3 4", RESTARTS, "3 4"])
     assert scored["turns"][1]["images"] == []
+    assert [turn["logprobs"] for turn in scored["turns"]] == [[], [], []], "these texts of tokens do not add up"
+    assert (scored["reason"], scored["states"], unscored["reason"]) == ("as a judge said", ["5tate"], "")
     assert [turn["reward"] for turn in scored["turns"]] == [turn.reward for turn in played(scored).turns[1:]] == [0.25, 0.0, 0.25]
     assert (scored["group"], scored["sample"], scored["step"], scored["versions"]) == (7, 0, 12, ["1.4", "1.4"])
     assert (scored["reward"], scored["components"], scored["flags"]) == (1.0, {"exact": 1.0}, ["late"])
     assert (scored["status"], scored["unscored"]) == ("filtered: too_long", None)
     assert (unscored["reward"], unscored["unscored"], unscored["status"]) == (None, "timeout: judge", "kept")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "ends"),
+    [
+        ({1: b"a", 2: b"bc"}, [(1, -1.0), (3, -2.0)]),
+        ({1: "\u20ac".encode()[:1], 2: "\u20ac".encode()[1:] + b"x"}, [(0, -1.0), (2, -2.0)]),
+        ({1: b"\xff", 2: b"a"}, [(0, -1.0), (2, -2.0)]),
+        ({1: b"a", 2: b""}, [(1, -1.0), (1, -2.0)]),
+    ],
+    ids=["plain", "within a character", "no character", "an end token"],
+)
+def test_a_token_ends_where_its_last_character_does(pieces: dict[int, bytes], ends: list[tuple[int, float]]) -> None:
+    def text(ids: tuple[int, ...]) -> str:
+        return b"".join(pieces[token] for token in ids).decode(errors="replace")
+
+    turn = Turn("assistant", (1, 2), logprobs=(-1.0, -2.0))
+    assert _ends(turn, text(turn.token_ids), text) == ends
 
 
 def test_what_the_replay_buffer_holds_is_that_of_the_last_step(tmp_path: Path) -> None:

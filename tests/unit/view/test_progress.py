@@ -194,3 +194,8 @@ def test_durations_are_round(seconds: float, text: str) -> None:
 
 def test_control_characters_are_written_out() -> None:
     assert visible("a\tb\nc\x1b]0;title\x07\x9b31m\r ü") == "a\tb\nc\\x1b]0;title\\x07\\x9b31m\\r ü"
+
+
+def test_marks_of_direction_and_halves_of_characters_are_written_out_but_no_letters_of_any_script() -> None:
+    assert visible("\u202eevil\u2069 \ud800 \u2028 \ufeff") == "\\u202eevil\\u2069 \\ud800 \\u2028 \\ufeff"
+    assert visible("שלום مرحبا 漢字\u3000👩\u200d💻 می\u200cخواهم") == "שלום مرحبا 漢字\u3000👩\u200d💻 می\u200cخواهم"

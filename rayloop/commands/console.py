@@ -1,0 +1,152 @@
+"""``console``, ``watch`` and ``compare``: runs in a browser, in a terminal, and beside each other, from their folders alone."""
+
+import argparse
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from rayloop.commands.arguments import reachable
+from rayloop.config.settings import load
+from rayloop.core.failures import ConfigError
+from rayloop.launch.ray_variables import joined_cluster
+from rayloop.run.folder import RunFolder
+from rayloop.serve_apps.settings import LOOPBACK, HttpOptions
+from rayloop.view.charts import HELD_OUT
+from rayloop.view.pictures import overlaid
+from rayloop.view.progress import SEEN, Progress
+from rayloop.view.reader import Tail, by_step, series
+from rayloop.view.status import state, status
+from rayloop.view.words import gained, number, sampled, visible
+
+POLL = 1.0
+FIGURES = ("reward/mean", "actor/entropy", "actor/kl", "rollout/trained_share", "timing_s/step", "perf/tokens_per_second")
+"""Metrics of ``compare``, each as its mean over the last ``SEEN`` steps."""
+
+
+def add_console(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``console``."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>; it may be live")
+    parser.add_argument("--host", default="127.0.0.1", help="interface to listen on (127.0.0.1); it speaks plain HTTP")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on (a free one)")
+    parser.add_argument("--insecure", action="store_true", help="no token; on loopback only")
+    parser.add_argument("--address", help="serve it on the Ray Serve of this Ray cluster, beside a judge")
+    parser.add_argument("--token-file", type=Path, help="with --address: the cluster's token (default: RAY_AUTH_TOKEN_PATH)")
+    parser.set_defaults(run=_console)
+
+
+def _console(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes. Raises ConfigError without a run, and for an address that cannot be had."""
+    if arguments.insecure and arguments.host not in LOOPBACK:
+        raise ConfigError(f"--insecure with --host {arguments.host}: without a token only loopback is served")
+    folder = RunFolder.begun(arguments.run_folder)
+    if arguments.address:
+        http = load(Path(os.devnull), [f"host={arguments.host}", f"port={arguments.port}"], HttpOptions)
+        reachable(arguments.address, "--address")
+        with joined_cluster(arguments.address, arguments.token_file):
+            from rayloop.cluster.stages.serving import serve_console  # imports ray
+
+            return serve_console(folder.path, arguments.address, http, None if arguments.insecure else folder.path / "console.key")
+    try:
+        listening = socket.create_server((arguments.host, arguments.port))
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host {arguments.host} --port {arguments.port}: {error}. Choose others, or leave them out") from error
+    with suppress(KeyboardInterrupt):
+        _serve(folder, listening, _token(arguments.host, listening, arguments.insecure))
+    return 0
+
+
+def _token(host: str, listening: socket.socket, insecure: bool = False) -> str:
+    """Print the console's address, and return the token that it asks for."""
+    token = "" if insecure else secrets.token_urlsafe(24)
+    print(f"console: http://{host}:{listening.getsockname()[1]}/{token and f'?token={token}'}", flush=True)
+    return token
+
+
+def _serve(folder: RunFolder, listening: socket.socket, token: str) -> None:
+    import uvicorn
+
+    from rayloop.serve_apps.console.app import web
+
+    config = uvicorn.Config(web(folder, token), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run([listening])
+
+
+def serve_beside(folder: RunFolder) -> None:
+    """Print the address of a console on loopback, and serve it from when the run has begun until this process ends."""
+    listening = socket.create_server((LOOPBACK[0], 0))
+    token = _token(LOOPBACK[0], listening)
+
+    def serve() -> None:
+        while not folder.used:
+            time.sleep(POLL)
+        _serve(folder, listening, token)
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``watch``."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN_DIR", help="folder of the run, <output>/<name>")
+    parser.set_defaults(run=_watch)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    """Show steps as they are recorded, until the run ends. Returns 0."""
+    folder = RunFolder.begun(arguments.run_folder)
+    config, metrics, shown = folder.configuration, Tail(folder.metrics), 0
+    temperature = ((config.get("rollout") or {}).get("sampling") or {}).get("temperature", 1.0)
+    with Progress(config.get("steps") or 0, sampled(temperature)) as progress:
+        while True:
+            found, records = status(folder, time.time(), folder.events), metrics.records()
+            for record in records[shown if shown <= len(records) else 0 :]:
+                progress.step({name: value for name, value in record.items() if isinstance(value, int | float)})
+            shown = len(records)
+            progress.doing(visible(state(found)))
+            if found["process"] is None:
+                progress.note(visible(state(found)))
+                return 0
+            time.sleep(POLL)
+
+
+def add_compare(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``compare``."""
+    parser.add_argument("run_folders", type=Path, nargs="+", metavar="RUN_DIR", help="folders of runs, <output>/<name>")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw the runs' rewards over each other")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    """Print a column for each run. Returns 0; raises ConfigError."""
+    folders = [RunFolder.begun(path) for path in arguments.run_folders]
+    columns = [_figures(folder) for folder in folders]
+    table = Table("", *(folder.path.name for folder in folders), box=None)
+    for name in dict.fromkeys(name for column in columns for name in column):
+        table.add_row(name, *(column.get(name, "") for column in columns))
+    Console(soft_wrap=True, markup=False, highlight=False).print(table)
+    if arguments.out:
+        overlaid(folders).savefig(arguments.out, dpi=120)
+        print(arguments.out)
+    return 0
+
+
+def _figures(folder: RunFolder) -> dict[str, str]:
+    """A run's last figures, in words."""
+    records, events = list(folder.metrics), list(folder.events)
+    found = {"run": visible(state(status(folder, time.time(), events))), "steps": str(len(records))}
+    lines = series(records[-SEEN:])
+    for name in FIGURES:
+        if values := [value for _, value in lines.get(name, ()) if value is not None]:
+            found[name] = number(fmean(values))
+    held_out = series(by_step(events, "evaluated").values())
+    for name in HELD_OUT:
+        if points := held_out.get(name):
+            found[name] = " -> ".join(number(value) for _, value in (points[0], points[-1]))
+    return found | {"gain": "\n".join(line for end in by_step(events, "gain").values() for line in gained(end))}

@@ -1,0 +1,320 @@
+"""The run console: who is admitted, what each page shows, and that nothing of a run becomes markup or leads out of its folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import unescape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from fastapi.testclient import TestClient
+
+from rayloop.core import events
+from rayloop.run.folder import RunFolder
+from rayloop.serve_apps.console.app import HEADERS, PAGES, web
+from tests.support.pictures import picture
+from tests.unit.view.test_strips import Tags
+from tests.unit.view.test_strips import hostile as hostile
+from tests.unit.view.test_strips import run as run
+from tests.unit.view.test_trajectory_page import evaluated as evaluated
+from tests.unit.view.test_trajectory_page import folder as folder
+
+TOKEN = "a token of the test"
+
+
+@contextmanager
+def served(of: RunFolder, token: str = "") -> Iterator[TestClient]:
+    with TestClient(web(of, token), follow_redirects=False) as client:
+        yield client
+
+
+def said(html: str) -> str:
+    """The text of a page, its markup taken away."""
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
+
+
+def addresses(html: str) -> set[str]:
+    return {value for name in ("href", "src", "action") for value in re.findall(rf'{name}="([^"#]+)', html)}
+
+
+def test_who_has_no_token_sees_nothing(folder: RunFolder) -> None:
+    with served(folder, TOKEN) as client:
+        for path in ("/", "/rollouts?token=wrong", "/file/console.js", "/picture/0/rollouts/images/x.png", "/nowhere"):
+            answer = client.get(path)
+            assert answer.status_code == 401, path
+            assert "wrong" not in answer.text
+            assert folder.path.name not in said(answer.text)
+            assert answer.headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
+        assert client.post("/", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 405
+
+
+def test_the_token_is_shown_once_and_kept_as_a_cookie(folder: RunFolder) -> None:
+    with served(folder, TOKEN) as client:
+        first = client.get("/rollouts", params={"token": TOKEN, "view": "episodes"})
+        assert (first.status_code, first.headers["location"]) == (303, "http://testserver/rollouts?view=episodes")
+        assert "HttpOnly" in first.headers["set-cookie"]
+        assert client.get("/rollouts").status_code == 200
+        elsewhere = client.get(f"http://testserver//example.org/?token={TOKEN.replace(' ', '%20')}")
+        assert elsewhere.headers["location"].startswith("http://testserver//")
+    with served(folder, TOKEN) as client:
+        assert client.get("/", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+
+def test_every_page_allows_its_own_files_only(evaluated: RunFolder) -> None:
+    with served(evaluated) as client:
+        for path in every_page(client):
+            answer = client.get(path)
+            assert answer.status_code == 200, path
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'")
+            assert "unsafe" not in policy
+            assert all(address.startswith(("/", "?")) for address in addresses(answer.text)), path
+            assert " style=" not in answer.text
+            assert len(answer.content) < 200_000
+
+
+def test_all_links_of_a_console_below_another_address_lead_to_it(evaluated: RunFolder) -> None:
+    with TestClient(web(evaluated, ""), root_path="/console/run", follow_redirects=False) as client:
+        for path in ("/", "/rollouts?view=episodes", "/step/1", "/step/1/group/2", "/step/1/group/2/sample/1", "/evaluations"):
+            page = client.get(f"/console/run{path}")
+            assert page.status_code == 200
+            assert {a for a in addresses(page.text) if not a.startswith(("/console/run/", "?"))} == set(), path
+    with TestClient(web(evaluated, TOKEN), root_path="/console/run", follow_redirects=False) as client:
+        first = client.get("/console/run/", params={"token": TOKEN})
+        assert first.headers["location"] == "http://testserver/console/run/"
+
+
+def every_page(client: TestClient) -> list[str]:
+    """All pages that can be reached from the first one, pictures and files left out."""
+    known, ahead = set[str](), ["/"]
+    while ahead:
+        known.add(path := ahead.pop())
+        found = {address.replace("&amp;", "&") for address in addresses(client.get(path).text)}
+        ahead += [new for new in sorted(found) if new not in {*known, *ahead} and not new.startswith(("/file/", "/picture/"))]
+    return sorted(known)
+
+
+def test_every_step_group_episode_and_task_has_an_address(evaluated: RunFolder) -> None:
+    with served(evaluated) as client:
+        pages = every_page(client)
+    assert {"/step/1/group/2/sample/1", "/step/2/group/5", "/step/2", "/evaluations/0/3?task=held-out-7"} <= set(pages)
+    assert {re.sub(r"\d+", "N", page.partition("?")[0]) for page in pages} == {re.sub(r"{\w+:int}", "N", path) for path in PAGES}
+
+
+def test_pages_show_what_is_on_record(evaluated: RunFolder) -> None:
+    with served(evaluated) as client:
+        overview = said(client.get("/").text)
+        for fact in ("runs it", "step 3 of 3", "trained 8 (80 %)", "gain 0.400", "worker_lost"):
+            assert fact in overview
+        assert "group 1 : task-1 ( pages )" in said(client.get("/step/1").text)
+        assert "mean reward 0.5, standard deviation 0.5; kept, replayed" in said(client.get("/step/1/group/2").text)
+        episode = said(client.get("/step/1/group/1/sample/0").text)
+        assert "task-1 : reward 0, kept , ended: done" in episode
+        assert "Controls at step 3" in said(client.get("/evaluations").text)
+        assert "held-out-0 0 0.75 0.75" in said(client.get("/evaluations").text)
+        assert 'model.path "some/model"' in said(client.get("/configuration").text)
+        assert client.get("/step/9").status_code == client.get("/step/1/group/9").status_code == 404
+        assert "group 9 of step 1 is on record (keep_rollouts)" in said(client.get("/step/1/group/9").text)
+        assert client.get("/rollouts?start=many").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("query", "rows"),
+    [("", "1 to 5 of 5"), ("step=1", "1 to 2 of 2"), ("status=filtered: all_wrong", "1 to 1 of 1"), ("least=0.6", "1 to 2 of 2"),
+     ("most=0.2&view=episodes", "1 to 4 of 4"), ("source=elsewhere", "none"), ("text=bbox 0.3", "1 to 2 of 2"),
+     ("text=task-4 where&end_reason=done", "1 to 1 of 1"), ("text=\"'; DROP TABLE episodes --", "none"),
+     ("least=x", "1 to 5 of 5")],
+)  # fmt: skip
+def test_rollouts_are_filtered(evaluated: RunFolder, query: str, rows: str) -> None:
+    with served(evaluated) as client:
+        assert rows in said(client.get(f"/rollouts?{query}").text)
+
+
+def test_the_highest_and_the_lowest_rewards_come_first(evaluated: RunFolder) -> None:
+    with served(evaluated) as client:
+        lowest = "/step/2/group/3/sample/0"
+        for order, first in (("highest", "/step/1/group/1/sample/1"), ("lowest", lowest), ("", lowest)):
+            html = client.get(f"/rollouts?view=episodes&order={order}").text
+            assert re.findall(r"/step/\d+/group/\d+/sample/\d+", html)[0] == first, order
+
+
+def test_a_page_that_has_not_changed_is_not_made_again(folder: RunFolder) -> None:
+    with served(folder) as client:
+        client.get("/rollouts")
+        for path in ("/", "/rollouts", "/events"):
+            stamp = client.get(path).headers["etag"]
+            same = client.get(path, headers={"If-None-Match": stamp})
+            assert (same.status_code, same.content) == (304, b"")
+        folder.metrics.append({"step": 4, "reward/mean": 0.8})
+        assert "step 4" in said(client.get("/", headers={"If-None-Match": stamp}).text)
+
+
+METRICS = """# HELP judge_requests_total Requests by how they ended.
+# TYPE judge_requests_total counter
+judge_requests_total{outcome="ok",replica="r1",route="judge"} 12.0
+judge_requests_created{outcome="ok",replica="r1",route="judge"} 1.7e+09
+# HELP judge_latency_seconds From the parsed request to the answer.
+# TYPE judge_latency_seconds histogram
+judge_latency_seconds_bucket{le="1.0",replica="r1",route="judge"} 8.0
+judge_latency_seconds_bucket{le="+Inf",replica="r1",route="judge"} 12.0
+judge_latency_seconds_count{replica="r1",route="judge"} 12.0
+judge_latency_seconds_sum{replica="r1",route="judge"} 6.0
+# HELP judge_client_breaker_state 0 closed, 1 half open, 2 open.
+# TYPE judge_client_breaker_state gauge
+judge_client_breaker_state 2.0
+# HELP python_info Of no interest.
+# TYPE python_info gauge
+python_info 1.0
+"""
+VERSION = {"version": "1", "fingerprint": "rule-<b>1</b>", "backend": "rule", "model": "", "rubrics": {}}
+
+
+@contextmanager
+def answering(answers: dict[str, tuple[int, str]]) -> Iterator[str]:
+    """The address of a server that gives these answers, and asks for no key."""
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = answers[self.path]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("ready", [(200, "{}"), (503, json.dumps({"ready": False, "failing": {"canary": "<i>judged wrong</i>"}}))])
+def test_the_judge_of_a_live_run_is_asked_how_it_is(tmp_path: Path, ready: tuple[int, str]) -> None:
+    answers = {"/version": (200, json.dumps(VERSION)), "/metrics": (200, METRICS), "/readyz": ready}
+    with answering(answers) as url, RunFolder(tmp_path, "run").acquired() as live, served(live) as client:
+        settings = {"judge": {"url": url, "breaker_failures": 3}, "metrics_port": int(url.rpartition(":")[2])}
+        live.write_config(yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward", "with": settings}}}))
+        html = client.get("/judge").text
+        page = said(html)
+        assert ("ready rule (no model) , fingerprint rule-<b>1</b>" in page) == (ready[0] == 200)
+        assert ("not ready" in page and '"canary": "<i>judged wrong</i>"' in page) == (ready[0] == 503)
+        assert "<i>judged" not in html
+        assert "Requests by how they ended. judge, ok 12" in page or "Requests by how they ended. ok, judge 12" in page
+        assert "From the parsed request to the answer. judge 0.5" in page
+        assert "0 closed, 1 half open, 2 open. 2" in page
+        assert "Of no interest" not in page
+
+
+def test_a_judge_that_is_gone_or_set_wrongly_is_no_fault_of_the_page(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, "run").acquired() as live, served(live) as client:
+        for judge, why in (
+            ({"url": "http://127.0.0.1:9"}, "127.0.0.1:9"),
+            ({"url": "nonsense"}, "url"),
+            ({"key_file": "gone"}, ""),
+        ):
+            live.write_config(yaml.safe_dump({"reward": {"source": {"use": "a:B", "with": {"judge": judge}}}}))
+            page = client.get("/judge")
+            assert page.status_code == 200
+            assert "not ready" in said(page.text)
+            assert why in said(page.text)
+    with served(RunFolder(tmp_path, "run")) as client:
+        assert "A judge is asked while the run lives" in said(client.get("/judge").text)
+
+
+def test_no_text_of_a_run_becomes_markup(hostile: RunFolder) -> None:
+    with served(hostile) as client:
+        pages = every_page(client)
+        assert {"/step/1/group/1/sample/0", "/judge"} <= set(pages)
+        for path in pages:
+            answer, tags = client.get(path), Tags()
+            tags.feed(answer.text)
+            assert [a for tag, a in tags.found if tag == "script"] == [{"src": "/file/console.js", "defer": None}], path
+            assert not [tag for tag, _ in tags.found if tag in ("img", "iframe", "object", "embed", "base")]
+            assert not [name for _, attributes in tags.found for name in attributes if name.startswith("on")]
+            assert len(answer.content) < 200_000
+        episode = client.get("/step/1/group/1/sample/0").text
+        assert "picture not shown" in episode
+        assert "\ufffd\ufffd broken" in episode
+        assert "? half" in episode
+
+
+def test_pictures_are_those_of_the_run_without_the_tint(run: RunFolder) -> None:
+    with served(run) as client:
+        html = client.get("/step/1/group/1").text
+        pictures = re.findall(r'href="(/picture/[^"]+)"', html)
+        assert len(pictures) == len(set(pictures)) == 4, "each once"
+        answer = client.get(pictures[0])
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "image/webp")
+        assert "circle" in html
+        assert "sample/0#turn-1" in html
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["0/../secret.png", "0/%2e%2e/secret.png", "0//etc/passwd", "0/config.yaml", "0/rollouts/step_000001.jsonl", "9/a.png",
+     "-1/a.png",
+     "0/%00", "0/link.png", "x/a.png", "0/" + "a" * 5000],
+)  # fmt: skip
+def test_nothing_but_pictures_below_the_folder_is_served(run: RunFolder, path: str) -> None:
+    secret, link = run.path.parent / "secret.png", run.path / "link.png"
+    secret.write_bytes(picture(4, 4))
+    if not link.exists():
+        link.symlink_to(secret)
+    with served(run) as client:
+        answer = client.get(f"/picture/{path}")
+        assert answer.status_code in (307, 404, 422)
+        assert not answer.content.startswith(b"\x89PNG")
+
+
+def test_a_picture_beside_the_data_is_shown_and_one_elsewhere_is_not(tmp_path: Path) -> None:
+    from tests.unit.view.test_strips import member
+
+    (tmp_path / "data").mkdir()
+    for name in ("data/a.png", "b.png"):
+        (tmp_path / name).write_bytes(picture(60, 40))
+    with RunFolder(tmp_path, "run").acquired() as made:
+        made.write_config(f"data: {{train: {tmp_path}/data/rows.jsonl}}\n")
+        records = [member(0), member(1)]
+        for record, name in zip(records, ("data/a.png", "b.png"), strict=True):
+            image = {"sha256": name[-5] * 64, "width": 60, "height": 40, "path": str(tmp_path / name)}
+            object.__setattr__(record, "images", (image,))
+        made.rollouts.write(1, records, {})
+    with served(made) as client:
+        shown, hidden = (client.get(f"/step/1/group/1/sample/{sample}").text for sample in (0, 1))
+        assert client.get(re.findall(r'href="(/picture/[^"]+)"', shown)[0]).headers["content-type"] == "image/png"
+    assert "lies neither in the run&#39;s folder nor beside its data" in hidden
+
+
+def test_two_runs_are_compared_and_no_file_elsewhere_is_read(folder: RunFolder) -> None:
+    other = folder.path.parent / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text("steps: 9\nmodel: {path: some/model}\n", encoding="utf-8")
+    with served(folder) as client:
+        text = said(client.get("/configuration?other=other").text)
+        assert "steps 3 9" in text
+        assert "model.path" not in text, "it is the same"
+        for wrong in ("../../etc", "/etc/passwd", "nowhere"):
+            assert client.get("/configuration", params={"other": wrong}).status_code == 404
+
+
+def test_a_run_that_has_only_begun_has_every_page(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, "run").acquired() as made:
+        made.write_config("steps: 3\n")
+        made.events.emit(events.Start("0123abcd", {}))
+        with served(made) as client:
+            assert "runs it" in said(client.get("/").text)
+            assert all(client.get(path).status_code == 200 for path in every_page(client))
+
+
+def test_an_event_of_another_version_is_shown_with_its_fields(folder: RunFolder) -> None:
+    folder.events.append({"event": "checkpoint", "step": 2, "place": "elsewhere"})
+    with served(folder) as client:
+        assert "elsewhere" in said(client.get("/events?kind=checkpoint").text)
