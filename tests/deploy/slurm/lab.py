@@ -21,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support.debian import install
 from tests.support.heads import free_ports
 
 PACKAGES = ("slurm-wlm", "slurm-wlm-basic-plugins", "munge", "iproute2", "util-linux")
@@ -83,26 +84,6 @@ def why_not() -> str | None:
         return f"{', '.join(missing)} missing: `python -m tests.deploy.slurm.lab install` installs Debian's packages"
     tried = subprocess.run(["unshare", "-n", "-m", "-u", "-p", "-f", "true"], capture_output=True, text=True)
     return f"namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else None
-
-
-def install() -> None:
-    """Install the Debian packages that are missing, without their daemons being started."""
-    if all(map(shutil.which, PROGRAMS)):
-        return
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise SystemExit(f"test-slurm cannot run here: installing {' '.join(PACKAGES)} needs root and apt-get")
-    policy = Path("/usr/sbin/policy-rc.d")
-    ours = not policy.exists()
-    if ours:
-        policy.write_text("#!/bin/sh\nexit 101\n", encoding="utf-8")
-        policy.chmod(0o755)
-    try:
-        for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *PACKAGES]):
-            quietly = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-            subprocess.run(["apt-get", *command], check=True, env=quietly, stdout=subprocess.DEVNULL)
-    finally:
-        if ours:
-            policy.unlink()
 
 
 @dataclass(frozen=True)
@@ -262,7 +243,7 @@ def _until(condition: Callable[[], bool], what: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["install"]:
-        install()
+        install("test-slurm", PROGRAMS, PACKAGES)
     elif problem := why_not():
         raise SystemExit(f"test-slurm cannot run here: {problem}")
     else:
