@@ -160,15 +160,15 @@ class OwnEngines(TrainingServices):
 
     engine: type[RolloutActor]
 
-    def _pool(self, role: str, size: int, placement: Any, make: Any, admit: Any = None) -> Pool[Any]:
+    def _pool(self, role: str, size: int, placement: Any, make: Any, *rest: Any) -> Pool[Any]:
         c = self.config
         if role != "rollout":
-            return super()._pool(role, size, placement, make, admit)
+            return super()._pool(role, size, placement, make, *rest)
 
         def own(options: dict[str, Any]) -> Handle[Any]:
             return create(self.engine, options, c.model, c.engine, c.transport, self.weights)
 
-        return super()._pool(role, size, placement, own, admit)
+        return super()._pool(role, size, placement, own, *rest)
 
 
 class ScreensServices(OwnEngines):

@@ -1,6 +1,5 @@
 """One folder per recipe: ``prepare.main(arguments)`` makes its rows (``data prepare NAME``), ``score.SCORING`` scores completions.
-``data prepare`` reads maps of published data sets below ``datasets/``, ``eval --benchmark`` configurations below
-``benchmarks/``."""
+``datasets/`` has maps of published data sets for ``data prepare``, ``benchmarks/`` configurations for ``eval --benchmark``."""
 
 import json
 import pkgutil

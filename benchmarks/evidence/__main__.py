@@ -25,7 +25,7 @@ from benchmarks.evidence.runs import Record, configured, differences, measured, 
 from benchmarks.evidence.tables import draw, markdown
 from rayloop.core.failures import RayloopError
 from rayloop.grpo.collapse import Collapse, CollapseSettings, Floor
-from rayloop.view.reader import open_run
+from rayloop.run.folder import RunFolder
 
 SIMULATIONS: dict[str, Callable[[], None]] = {"staleness": staleness.main, "filtering": filtering.main, "menu": menu.main}
 
@@ -113,7 +113,7 @@ def _kept(experiment: Experiment, run: Record) -> bool:
 def worst(run: Path) -> dict[str, dict[str, Any]]:
     """Alarm -> ``worst`` and ``warn``, from the fifth step on. Raises ConfigError for a folder without a run."""
     collapse, found = Collapse(CollapseSettings()), dict[str, dict[str, Any]]()
-    for record in open_run(run).metrics:
+    for record in RunFolder.begun(run).metrics:
         numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
         for name, (value, limit, _) in collapse.step(numbers).items():
             least = min if isinstance(limit, Floor) else max

@@ -99,6 +99,14 @@ EXPERIMENTS = {
         random_episodes=4,
         picture=Path("docs/arpo.png"),
     ),
+    "arpo_short": Experiment(
+        "multi-turn GRPO on four pages of the live browser, in a third of the quickstart's episodes",
+        Path("recipes/arpo/short.yaml"),
+        ("success",),
+        common=("checkpoint.resume=never",),
+        by_source=True,
+        training=("reward/component/success/mean", "actor/entropy"),
+    ),
     "pyvision": Experiment(
         "whether a policy that mostly guesses learns to look with code",
         Path("recipes/pyvision/quickstart.yaml"),
@@ -113,7 +121,7 @@ EXPERIMENTS = {
         Path("recipes/chart_rvr/quickstart.yaml"),
         ("reward", "accuracy", "table"),
         common=("data.eval=runs/data/chart_rvr/test.jsonl", "evaluation.samples=4"),
-        needs="python -m rayloop data prepare chart_rvr --small --out runs/data/chart_rvr",
+        needs="python -m rayloop data prepare chart_rvr --out runs/data/chart_rvr",
     ),
     "digits": Experiment(
         "text: sorting digits after a supervised warm start",
@@ -195,6 +203,6 @@ EXPERIMENTS = {
     ),
     "variants_chart_rvr": _variants(
         "chart_rvr", "accuracy", "steps=20", "evaluation.every=10", "data.eval=runs/data/chart_rvr/test.jsonl",
-        needs="python -m rayloop data prepare chart_rvr --small --out runs/data/chart_rvr"
+        needs="python -m rayloop data prepare chart_rvr --out runs/data/chart_rvr"
     ),
 }  # fmt: skip

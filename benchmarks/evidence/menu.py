@@ -2,9 +2,9 @@
 
     python -m benchmarks.evidence menu      continues benchmarks/evidence/menu.json and prints the table
 
-Each entry trains the policy of recipes/one_file.py to point at elements of web pages, STEPS steps of 8 groups of 8 answers and two
-updates, at its paper's defaults, with the trainer of a run (``FsdpEngine``) in one process. Before and after, the policy answers
-the held-out pages: greedily, and sampled as in training.
+Each entry trains the policy of benchmarks/trainer/one_file.py to point at elements of web pages, STEPS steps of 8 groups of 8
+answers and two updates, at its paper's defaults, with the trainer of a run (``FsdpEngine``) in one process. Before and after, the
+policy answers the held-out pages: greedily, and sampled as in training.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from pydantic import TypeAdapter
 
 from benchmarks.evidence.costs import T_975
+from benchmarks.trainer import one_file
 from rayloop.core.groups import Credit, Group, Scored
 from rayloop.core.protocols import ScoreContext, TrainItem
 from rayloop.core.types import Sampling, TokenPrompt, Version, derive
@@ -34,7 +35,6 @@ from rayloop.grpo.advantage import build_advantage, over_step
 from rayloop.grpo.losses.settings import LossChoice, LossSettings
 from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.settings import AdvantageChoice
-from rayloop.recipes import one_file
 from rayloop.recipes.arc_vision.data import GroundingRows
 
 RESULT = Path(__file__).with_suffix(".json")
@@ -80,7 +80,7 @@ BEFORE: dict[int, dict[str, float]] = {}
 
 
 class Trained(one_file.OneFile):
-    """recipes/one_file.py with any loss and advantage."""
+    """benchmarks/trainer/one_file.py with any loss and advantage."""
 
     def __init__(self, seed: int, loss: LossSettings, advantage: AdvantageChoice, meeting: str) -> None:
         self.credit = build_advantage(advantage)

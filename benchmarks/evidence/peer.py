@@ -6,7 +6,10 @@ Both curves, of held-out sampled reward over steps and over training seconds (wi
 from __future__ import annotations
 
 import argparse
+import ast
 import json
+import os
+import re
 import subprocess
 from itertools import accumulate
 from pathlib import Path
@@ -23,12 +26,15 @@ from rayloop.run.held_out import read_items
 FILE = Path(__file__).with_name("reasoning.json")
 LEARNER = Path(__file__).parents[1] / "peers" / "trl_learn.py"
 ARM = "single"
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**31 - 1), "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""Lets glibc keep freed memory, as rayloop's trainer does: without, a step of TRL took 207 s, of which 40 % zeroed pages."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", required=True, metavar="PYTHON", help="interpreter of an environment with TRL")
     parser.add_argument("--only", type=int, default=0, metavar="SEED", help="the seed (default: 0)")
     parser.add_argument("--steps", type=int, help="stop after so many steps")
+    parser.add_argument("--log", type=Path, help="the output of a run that was stopped: record the evaluations that it printed")
     parser.add_argument("--note", default="", help="the other load of the machine meanwhile")
 
 
@@ -58,13 +64,26 @@ def _peer(chosen: argparse.Namespace, config: RunConfig) -> Record:
     }  # fmt: skip
     command = [chosen.python, str(LEARNER), *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
     print("+ " + " ".join(command), flush=True)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+    if chosen.log:
+        return _printed(chosen, options, chosen.log.read_text(encoding="utf-8", errors="replace"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **KEPT}) as run:
         assert run.stdout is not None
         lines = [line for line in run.stdout if print(line, end="", flush=True) is None]
     if run.returncode or not lines:
         raise BenchFailed(f"{' '.join(command)} ended with {run.returncode}; its output is above")
     found: Record = json.loads(lines[-1])
     return found
+
+
+def _printed(chosen: argparse.Namespace, options: Record, output: str) -> Record:
+    """What a run that was stopped had printed: an evaluation is ``STEP {...}``, a training step a line ``{...}``."""
+    ask = [chosen.python, "-c", "from importlib.metadata import version; print(version('trl'))"]
+    version = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    held_out = {step: ast.literal_eval(found) for step, found in re.findall(r"^(\d+) (\{.*\})$", output, re.MULTILINE)}
+    steps = [ast.literal_eval(line) for line in re.findall(r"^\{'loss'.*\}$", output, re.MULTILINE)]
+    logged = {name: [round(float(step[name]), 4) for step in steps] for name in ("reward", "entropy", "step_time")}
+    shown = {name: str(value) for name, value in options.items() if name not in ("train", "eval", "model")}
+    return {"tool": "trl", "trl": version, **shown, "stopped_after": len(steps), **logged, "held_out": held_out}
 
 
 def curve(run: RunFolder) -> Record:

@@ -3,10 +3,10 @@
 Each stage is a command of rayloop with a YAML file in the folder of that name here; rows that are there are not made again. It
 takes 10 to 20 minutes on two cores. The evaluation's summary is written beside the model as ``NAME.json``.
 
-arc_vision: a Qwen2.5-VL of 2.6 M parameters learns boxes on MiniWoB++ pages from random weights. ``tiny`` is the first snapshot
-whose reward is above that of every control by more than ``MARGIN``, with its whole interval: a policy that is sure of its answers
-samples the same one eight times, and GRPO learns from differences. ``loose`` is ``tiny`` after more steps on boxes that are too
-large: it finds elements, but not their size, which minutes of GRPO teach.
+arc_vision: a Qwen2.5-VL of 2.6 M parameters learns boxes on MiniWoB++ pages (``rendered_pages.py``) from random weights. ``tiny``
+is the first snapshot whose reward is above that of every control by more than ``MARGIN``, with its whole interval: a policy that is
+sure of its answers samples the same one eight times, and GRPO learns from differences. ``loose`` is ``tiny`` after more steps on
+boxes that are too large: it finds elements, but not their size, which minutes of GRPO teach.
 arpo: ``recipes/arc_vision/tiny`` gets one token for each coordinate, which starts as a copy of the token of that fraction, and
 learns the action grammar from hasty clicks (``browser_clicks.py``). chart_rvr: a model of 0.7 M parameters learns small charts,
 then from an annotator who makes mistakes (``hasty_charts.py``). pyvision: a model learns to look at images with code
@@ -43,7 +43,7 @@ def main() -> int:
 def arc_vision(out: Path) -> int:
     """``tiny`` and ``loose``."""
     if not (DATA / "miniwob/pretrain.parquet").exists():
-        rayloop("data", "prepare", "arc_vision", "--out", DATA / "miniwob", "--rows", f"pretrain={PAGES}")
+        run("benchmarks.makers.rendered_pages", "--out", DATA / "miniwob", "--rows", f"pretrain={PAGES}")
     rayloop("sft", HERE / "arc_vision/pretrain.yaml")
     learn, trained = RECIPES / "arc_vision/learn.yaml", MODELS / "miniwob-pretrained"
     for snapshot in sorted(trained.glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_"))):
@@ -73,7 +73,7 @@ def arpo(out: Path) -> int:
 def chart_rvr(out: Path) -> int:
     """``tiny``."""
     if not (DATA / "chart_rvr/warm.jsonl").exists():
-        rayloop("data", "prepare", "chart_rvr", "--small", "--out", DATA / "chart_rvr", "--warm", CHARTS)
+        rayloop("data", "prepare", "chart_rvr", "--out", DATA / "chart_rvr", "--warm", CHARTS)
     return taught("chart_rvr", ("warm", "loosen"), MODELS / "chart-loose", out, "--controls", "--samples", 2)
 
 

@@ -1,7 +1,5 @@
 """Rows of a data file as tasks. A row that cannot become a task is quarantined with its place and the reason."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import dataclasses
@@ -159,7 +157,7 @@ class ChatRows:
         """Column of the answer (``a.b``: key ``b`` of column ``a``), which every row must then have. None: the first
         that a row has of reward_model.ground_truth, ground_truth, answer, answers, solution, label, target; it may have none."""
 
-    def __init__(self, settings: ChatRows.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:

@@ -1,5 +1,6 @@
 """Images: checking a file before it is decoded, the processor's resize rule, and references by content. PIL and numpy only."""
 
+import base64
 import errno
 import hashlib
 import io
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from rayloop.core.failures import DataFailure, ImageRefused, InfrastructureFailure
@@ -27,6 +29,17 @@ MAX_ASPECT = 200
 
 MAX_PIXELS = 50_000_000
 """Of an image before it is resized: a larger one, 150 MB of pixels alone, is refused before it is decoded (image bombs)."""
+
+
+def encoding(data: bytes) -> str:
+    """``png``, ``webp`` or ``jpeg``: how the bytes of an image are encoded."""
+    return "png" if data.startswith(b"\x89PNG") else "webp" if data[8:12] == b"WEBP" else "jpeg"
+
+
+def data_url(data: bytes) -> str:
+    """The bytes of an image as a ``data:`` URL."""
+    return f"data:image/{encoding(data)};base64,{base64.b64encode(data).decode()}"
+
 
 _FILE_AT_FAULT = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
@@ -126,10 +139,21 @@ def decode(data: bytes) -> Image.Image:
 def tinted(data: bytes, strength: float) -> bytes:
     """The image as a PNG that shows position: ``1 - strength`` of it, plus red from left to right, blue from top to bottom."""
     pixels = np.asarray(decode(data), np.float32) * (1 - strength)
-    height, width, _ = pixels.shape
-    pixels[..., 0] += 255 * strength * np.linspace(0, 1, width, dtype=np.float32)
-    pixels[..., 2] += 255 * strength * np.linspace(0, 1, height, dtype=np.float32)[:, None]
-    return png(Image.fromarray(pixels.round().astype(np.uint8)))
+    return png(Image.fromarray((pixels + _tint(pixels.shape[0], pixels.shape[1], strength)).round().astype(np.uint8)))
+
+
+def untinted(image: Image.Image, strength: float) -> Image.Image:
+    """A tinted image as it was before, but for rounding."""
+    pixels = np.asarray(image, np.float32)
+    before = (pixels - _tint(pixels.shape[0], pixels.shape[1], strength)) / (1 - strength)
+    return Image.fromarray(before.round().clip(0, 255).astype(np.uint8))
+
+
+def _tint(height: int, width: int, strength: float) -> npt.NDArray[np.float32]:
+    added: npt.NDArray[np.float32] = np.zeros((height, width, 3), np.float32)
+    added[..., 0] = 255 * strength * np.linspace(0, 1, width, dtype=np.float32)
+    added[..., 2] = 255 * strength * np.linspace(0, 1, height, dtype=np.float32)[:, None]
+    return added
 
 
 def png(image: Image.Image) -> bytes:
@@ -170,8 +194,7 @@ def best_tiles(height: int, width: int, side: int, most: int) -> int:
 def image_ref(data: bytes, width: int, height: int, geometry: ImageGeometry, sha256: str | None = None) -> ImageRef:
     """The reference of an image of ``width`` x ``height`` pixels: grid in patches, tokens = grid.prod() / merge^2."""
     grid = geometry.grid(height, width)
-    tokens = math.prod(grid) // geometry.merge**2
-    return ImageRef(sha256 or hashlib.sha256(data).hexdigest(), width, height, grid, tokens)
+    return ImageRef(sha256 or hashlib.sha256(data).hexdigest(), width, height, grid, math.prod(grid) // geometry.merge**2)
 
 
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError, Image.DecompressionBombError)

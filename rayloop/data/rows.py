@@ -14,8 +14,7 @@ _ARRAY = "is a JSON array"
 
 
 def rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(file:line, row) of each row, or a DataFailure for a bad line; in arrays and parquet file:number. Raises ConfigError for a
-    file that is missing or no data."""
+    """(file:line, row) of each row, or a DataFailure for a bad line; in arrays and parquet file:number. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"{path} is no file; data files are JSONL, a JSON array or parquet")
     if path.suffix == ".parquet":
@@ -36,6 +35,16 @@ def rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
                 yield where, DataFailure(where, f"not a line of UTF-8 JSON: {error}")
+
+
+def parsed(value: Any) -> Any:
+    """A column that may be an object or a list as JSON text, as parquet files have tables and boxes; any other value stays."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _other_shape(path: Path) -> str:

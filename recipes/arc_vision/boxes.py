@@ -2,8 +2,6 @@
 ``<bbox>[x1,y1,x2,y2]</bbox>`` or Qwen's ``"bbox_2d": [x1, y1, x2, y2]``, in fractions of the image's sides or in pixels; the last
 counts. Nothing else is guessed to be a box."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -112,7 +110,7 @@ class BlindBox:
         rows: int = 150
         """Rows that are considered per instruction or page type."""
 
-    def __init__(self, settings: BlindBox.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._known: dict[tuple[str, ...], list[Box]] = defaultdict(list)
         self._best: dict[tuple[str, ...], Box] = {}

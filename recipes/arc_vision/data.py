@@ -1,7 +1,5 @@
 """UI grounding rows: a screenshot, an instruction, and the box of the element that the instruction means."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping
@@ -36,10 +34,9 @@ class GroundingRows:
         """In place of ``prompt``: a file, or a text of ``recipes/arc_vision/prompts``: ``arc_vision`` (the original's, byte for
         byte), ``qwen2_5_vl``, ``qwen3_vl`` (asking for the boxes that these models write)."""
         image_first: bool = False
-        """Where a text has no ``<image>``: image before text. Text first lets a small model read the image knowing what to look
-        for."""
+        """Where a text has no ``<image>``: image before text. Text first: a small model knows what to look for in the image."""
 
-    def __init__(self, settings: GroundingRows.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._prompt = _template(settings.template) if settings.template else settings.prompt
 
@@ -118,12 +115,11 @@ class BoxAnswers:
 
     class Settings(SettingsModel):
         loose: float = Field(0.0, ge=0)
-        """Each side is drawn outside the true one, by up to this share of the box's width or height: labels of a hasty annotator,
-        which leave a reward something to teach."""
+        """Sides are drawn outside the true ones by up to this share: labels of a hasty annotator, that a reward can better."""
 
     tokens = ("<bbox>[", "]</bbox>", *(f"{hundredths / 100:.2f}" for hundredths in range(101)))
 
-    def __init__(self, settings: BoxAnswers.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def answer(self, task: Task, rng: random.Random) -> str:
@@ -138,14 +134,13 @@ class BoxAnswers:
 
 
 class LargeFirst:
-    """In the first epoch rows whose true box covers more than the first of ``areas``, then more than the second, then all
-    others."""
+    """In the first epoch first rows whose true box covers more than the first of ``areas``, then the second, then all others."""
 
     class Settings(SettingsModel):
         areas: tuple[float, ...] = (0.05, 0.03)
         """Shares of the image's area, falling. Change them for boxes of other sizes, so that each tier fills some steps."""
 
-    def __init__(self, settings: LargeFirst.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._areas = settings.areas
 
     def tier(self, task: Task) -> int:

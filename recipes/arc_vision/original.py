@@ -110,12 +110,10 @@ _UNKNOWN = "Error: Function '{}' not available. Use 'database_query' function in
 
 
 class Simulated:
-    """An episode's tools: fixed texts, and step rewards that the original only logged. ``gain`` is the sum of the zooms' (its
-    ``calc_reward``)."""
+    """An episode's tools: fixed texts, and step rewards that the original only logged. ``gain``: zooms' (its ``calc_reward``)."""
 
     def __init__(self) -> None:
-        self.gain = 0.0
-        self._waited = 0.0
+        self.gain = self._waited = 0.0
         self._calls: dict[str, int] = {}
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[str, float]:
@@ -147,8 +145,7 @@ class Simulated:
         return f"Waited {seconds:.1f}s for UI to stabilize", gain if gain > 0.05 and count <= 2 else -0.1
 
     def _inspect(self, arguments: Mapping[str, Any]) -> tuple[str, float]:
-        kind = arguments.get("type", "structure")
-        found, said = _INSPECTED.get(kind, (0.05, "Unknown inspection type"))
+        found, said = _INSPECTED.get(arguments.get("type", "structure"), (0.05, "Unknown inspection type"))
         gain = found * 0.8 ** (self._count("inspect") - 1)
         return f"Inspection result: {said}", gain if gain > 0.08 else -0.05
 

@@ -1,7 +1,5 @@
 """Rewards for UI grounding: the overlap of the answered box with the true one, and Arc Vision's formula on top of it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +37,7 @@ class IoUReward:
         patch: int = Field(14, ge=1)
         """Pixels of a patch's side, for the size of the copy that the model was shown: 14 for Qwen2.5-VL, 16 for Qwen3-VL."""
 
-    def __init__(self, settings: IoUReward.Settings | None = None) -> None:
+    def __init__(self, settings: Settings | None = None) -> None:
         self._settings = settings or IoUReward.Settings()
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
@@ -161,7 +159,7 @@ class ArcVisionReward:
         closer: tuple[str, ...] | None = None
         """A call whose text contains one of these words looks closer. None: zoom and crop; the originals know zoom alone."""
 
-    def __init__(self, settings: ArcVisionReward.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.transcript = settings.variant in ORIGINALS
 

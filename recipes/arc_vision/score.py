@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayloop.core.types import Task
+from rayloop.data.rows import parsed
 from rayloop.recipes.arc_vision.boxes import answered
 from rayloop.recipes.arc_vision.reward import ORIGINALS, ArcVisionReward, size_of
-from rayloop.rewards.saved import OfflineScoring, Saved, name_of, parsed, played, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, played, texts_of, truth_of
 
 TRUTHS = ("ground_truth", "bbox", "truth", "gold", "label")
 """Columns of the true box."""

@@ -1,12 +1,9 @@
 """Arc Vision's tools under its names and arguments: zoom_ui_element, wait_for_ui and inspect_element."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import yaml
@@ -16,7 +13,7 @@ from rayloop.chat.calls import bodies, written
 from rayloop.core.protocols import Observation, StepResult, Tool, ToolResult
 from rayloop.core.types import Message, Task
 from rayloop.data.images import read
-from rayloop.envs.image_tools import Album, ImageTools
+from rayloop.envs.image_tools import Album, ImageTool, ImageTools
 from rayloop.envs.tools import ToolError
 from rayloop.recipes.arc_vision.boxes import answered, confidence
 from rayloop.recipes.arc_vision.data import PROMPTS
@@ -43,7 +40,7 @@ class ArcVisionTools(ImageTools):
         """An answer whose ``<confidence>`` is below this is not taken: once, the policy sees its box enlarged and answers anew.
         The original's report has 0.7; 0: never, as its code."""
 
-    def __init__(self, settings: ArcVisionTools.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._arc = settings
         self._simulated = Simulated()
@@ -54,7 +51,7 @@ class ArcVisionTools(ImageTools):
         self._simulated, self._gated = Simulated(), False
         real = self._arc.results == "real"
         album = Album([read(image) for image in task.images] if real else [], self._arc)
-        return [_Named(said["name"], said["description"], said["parameters"], _on(album, said["name"])) for said in described()]
+        return [ImageTool(function=_on(album, said["name"]), **said) for said in described()]
 
     def step(self, text: str) -> StepResult:
         """Carry out what the turn calls."""
@@ -110,27 +107,11 @@ def described() -> tuple[Mapping[str, Any], ...]:
     return tuple(tool["tool_schema"]["function"] for tool in yaml.safe_load(text)["tools"])
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A tool of the original."""
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-    function: Callable[..., ToolResult]
-
-    def __call__(self, **arguments: Any) -> ToolResult:
-        return self.function(**arguments)
-
-
 def _on(album: Album, name: str) -> Callable[..., ToolResult]:
     """The tool ``name`` over the episode's images; further calls look at the first image too, as its box does."""
 
     def zoom(region: Any, zoom_factor: float = 2.0) -> ToolResult:
         return album.zoom(region, zoom_factor)
-
-    def wait(duration: float) -> ToolResult:
-        return album.wait(duration)
 
     def inspect(region: Any, type: str = "structure") -> ToolResult:
         kinds = ("structure", "properties", "accessibility")
@@ -138,7 +119,11 @@ def _on(album: Album, name: str) -> Callable[..., ToolResult]:
             raise ToolError(f"type {type!r} is none of {', '.join(kinds)}")
         return album.inspect(region)
 
-    functions: dict[str, Callable[..., ToolResult]] = {"zoom_ui_element": zoom, "wait_for_ui": wait, "inspect_element": inspect}
+    functions: dict[str, Callable[..., ToolResult]] = {
+        "zoom_ui_element": zoom,
+        "wait_for_ui": lambda duration: album.wait(duration),
+        "inspect_element": inspect,
+    }
     return functions[name]
 
 

@@ -1,7 +1,5 @@
 """ARPO's reward: the environment's result, and half a point less when the last turn was no action."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from rayloop.config.settings import SettingsModel
@@ -16,8 +14,7 @@ from rayloop.envs.grammar.scanner import read
 class ArpoReward:
     """``result + format_weight * format`` (dvlab-research/ARPO at 7489ae3): the result of ``evaluate``, 0 to 1, and -1 when the
     last turn cannot be read in the action grammar, else 0. Components: ``success`` and ``format``; flag ``unparsable``, in the
-    original with the name of its error. An episode without a result has no reward; in the original it has 0, with the flag
-    ``no_result``."""
+    original with the name of its error. An episode without a result has no reward; in the original 0, flag ``no_result``."""
 
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"
@@ -26,7 +23,7 @@ class ArpoReward:
         format_weight: float = 0.5
         """How much a last turn that is no action costs. Raise it while the policy still writes such turns."""
 
-    def __init__(self, settings: ArpoReward.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:

@@ -2,10 +2,7 @@
 prepare chart_chains --rows ROWS.jsonl --url http://HOST:8000/v1 --model NAME --out DIR``. The same command again goes on, and one
 with the rows of another data set adds to the file."""
 
-from __future__ import annotations
-
 import argparse
-import base64
 import json
 import os
 import re
@@ -22,9 +19,10 @@ import httpx
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
 from rayloop.data.dataset import image_entry
-from rayloop.data.images import read
+from rayloop.data.images import data_url, read
 from rayloop.data.rows import rows
 from rayloop.recipes.chart_rvr.data import TYPES
+from rayloop.recipes.chart_rvr.rewards.embedders import openai_client
 from rayloop.recipes.chart_rvr.rewards.reading import as_table, parsed_table, steps_of
 
 ATTEMPTS = 4
@@ -104,11 +102,10 @@ def _wanted(file: Path, most: int | None) -> Iterator[dict[str, Any]]:
         yield {**row, "id": f"{row['data_source']}-{own}" if row.get("data_source") else own}
 
 
-def _finished(teacher: Teacher, row: Mapping[str, Any], root: Path, out: Path) -> dict[str, Any]:
+def _finished(teacher: "Teacher", row: Mapping[str, Any], root: Path, out: Path) -> dict[str, Any]:
     image = image_entry(row["image"], str(row["id"]), root)
     chain = parsed(teacher.answer(read(image), str(row["query"]), str(row["label"])), str(row["id"]))
-    shown = os.path.relpath(image.path, out) if image.path else row["image"]
-    return {**row, "image": shown, **chain}
+    return {**row, "image": os.path.relpath(image.path, out) if image.path else row["image"], **chain}
 
 
 def parsed(text: str, where: str = "") -> dict[str, Any]:
@@ -129,22 +126,13 @@ class Teacher:
     """A server with the OpenAI interface, asked with a chart, its question and the answer."""
 
     def __init__(self, url: str, model: str, max_tokens: int, key: str) -> None:
-        address = httpx.URL(url.rstrip("/"))
-        if address.scheme not in ("http", "https") or not address.host:
-            raise ConfigError(f"--url {url}: expected http://HOST:PORT/v1")
-        if key and not os.environ.get(key):
-            raise ConfigError(f"--api-key-env {key}: this environment variable is not set")
-        headers = {"Authorization": f"Bearer {os.environ[key]}"} if key else {}
-        self._url, self._body = f"{address}/chat/completions", {"model": model, "max_tokens": max_tokens, "temperature": 0.0}
-        here = address.host in ("localhost", "127.0.0.1", "::1")
-        self._http = httpx.Client(headers=headers, timeout=TIMEOUT, trust_env=not here)
+        self._http = openai_client(url, key, TIMEOUT, ("--url", "--api-key-env"))
+        self._body = {"model": model, "max_tokens": max_tokens, "temperature": 0.0}
 
     def answer(self, image: bytes, question: str, label: str) -> str:
         """The teacher's text. Raises DataFailure when it refuses the request, InfrastructureFailure when it cannot be had."""
-        kind = "png" if image.startswith(b"\x89PNG") else "webp" if image[8:12] == b"WEBP" else "jpeg"
-        url = f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
         said = [
-            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "image_url", "image_url": {"url": data_url(image)}},
             {"type": "text", "text": f"Question: {question}\nAnswer: {label}"},
         ]
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]
@@ -152,7 +140,7 @@ class Teacher:
         for attempt in range(ATTEMPTS):
             time.sleep(2 ** (attempt - 1) if attempt else 0)
             try:
-                reply = self._http.post(self._url, json={**self._body, "messages": messages})
+                reply = self._http.post("chat/completions", json={**self._body, "messages": messages})
                 if reply.status_code < 400:
                     return str(reply.json()["choices"][0]["message"]["content"])
                 why = f"{reply.status_code}: {reply.text[:300]}"
@@ -165,4 +153,4 @@ class Teacher:
                     raise DataFailure("", f"the teacher refused the request with {why}")
                 if reply.status_code < 500 and reply.status_code not in (408, 425, 429):
                     break
-        raise InfrastructureFailure(f"the teacher at {self._url} gave no answer ({why}); run the same command to go on")
+        raise InfrastructureFailure(f"the teacher at {self._http.base_url} gave no answer ({why}); run the same command to go on")

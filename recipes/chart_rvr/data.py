@@ -1,7 +1,5 @@
 """Chart questions as tasks: the prompt that asks for type, table, steps and answer, and the supervised answer in that form."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -12,8 +10,8 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Message, Task
 from rayloop.data.dataset import field, image_entry
+from rayloop.data.rows import parsed
 from rayloop.recipes.chart_rvr.checkout import Checkout
-from rayloop.rewards.saved import parsed
 
 TYPES = ("line", "bar", "stacked bar", "pie", "histogram", "scatterplot", "area", "stacked area", "bubble", "treemap")
 _ANSWER = "<answer>\nthe final answer on one line\n</answer>"
@@ -59,7 +57,7 @@ class ChartRows:
         keep: tuple[str, ...] = ()
         """Further columns that a reward or a benchmark's rule reads from the task."""
 
-    def __init__(self, settings: ChartRows.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         """Raises ConfigError for a checkout without the published prompt."""
         self._settings, template = settings, settings.template
         self._system = settings.system or (TEMPLATES[template] if isinstance(template, str) else template.text())
@@ -89,8 +87,7 @@ class ChartRows:
 
 
 class ConversationRows(ChartRows):
-    """Rows of ChartQAPro: earlier ``questions`` and ``answers``, and the ``paragraph`` about the chart, stand before the
-    question."""
+    """Rows of ChartQAPro: ``paragraph`` and earlier ``questions`` and ``answers`` stand before the question."""
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row with what came before its question. Raises DataFailure."""

@@ -1,7 +1,5 @@
 """The measures of the chart benchmarks (relaxed accuracy, exact match, ChartQAPro's own rule), and the blind prior of charts."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import dataclasses
@@ -42,7 +40,7 @@ class ChartAnswer:
         """relaxed: within 5 % of a number, else the same text (ChartQA and most others). chartqapro: its own rule.
         chartqapro_published: Chart-RVR's evaluation instead, within 100 %; to compare with its printed figures."""
 
-    def __init__(self, settings: ChartAnswer.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._rule = settings.rule
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
@@ -73,8 +71,7 @@ def chartqapro(said: str, true: str, kind: str, year: Any = None) -> float:
     """Relaxed correctness as ChartQAPro defines it, 0..1: lists item by item, one too many or too few counting 0; years, fact
     checking and multiple choice exactly; numbers within 5 %, per cent signs apart; other texts by ANLS. ``year``: "YES" for each
     item of the answer that is a year; one entry stands for all, and of a conversation the last counts. Source:
-    evaluate_predictions.py of vis-nlp/ChartQAPro, and its paper, which asks for exact answers to ``EXACTLY`` (the script does
-    not)."""
+    evaluate_predictions.py of vis-nlp/ChartQAPro, and its paper, which alone asks for exact answers to ``EXACTLY``."""
     mine, theirs = _items(said), _items(true)
     flags = [str(flag).upper() == "YES" for flag in (year if isinstance(year, list | tuple) else [year])]
     flags = (flags[-1:] if kind == "Conversational" else flags) or [False]
@@ -140,7 +137,7 @@ class BlindChart:
         rows: int = Field(40, ge=1)
         """Rows that are considered per question; the search takes its square of payments."""
 
-    def __init__(self, settings: BlindChart.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings, self._reward = settings, settings.reward.build()
         self._known: dict[str, list[Task]] = defaultdict(list)
         self._best: dict[str, str] = {}

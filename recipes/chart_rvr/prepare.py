@@ -1,9 +1,10 @@
-"""Draws charts with exact tables, questions and steps: ``python -m rayloop data prepare chart_rvr --out DIR``. ``--small``: charts
-that the tiny model of quickstart.yaml can see; ``--warm N`` adds warm.jsonl, for the stage that made it."""
+"""Draws charts that the tiny model of quickstart.yaml can see: ``python -m rayloop data prepare chart_rvr --out DIR``. ``--warm N``
+adds warm.jsonl, for the stage that made it."""
 
 import argparse
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ from PIL import Image, ImageDraw
 from rayloop.core.failures import ConfigError
 from rayloop.core.types import derive
 from rayloop.recipes import write_rows
-from rayloop.recipes.chart_rvr import charts as large
-from rayloop.recipes.chart_rvr.charts import Chart
 
 KINDS = ("bar", "line")
 COLUMN, SIDE = 28, 84
@@ -25,6 +24,33 @@ MOST = 9
 COLOURS = {"red": (220, 40, 40), "green": (30, 160, 60), "blue": (50, 70, 220), "yellow": (235, 200, 30), "black": (20, 20, 20)}
 PAGE, INK = (240, 240, 240), (120, 120, 120)
 COLUMNS = ("Colour", "Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """``rows``: the name of each item, then its value in each of ``columns[1:]``, as whole numbers."""
+
+    kind: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    question: str
+    answer: str
+    steps: tuple[str, ...]
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The chart's data as ``{columns, rows}``."""
+        return {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
+
+    @property
+    def reasoning(self) -> str:
+        """The steps as the policy should write them."""
+        return "\n".join(f"<step-{i}>: {step}" for i, step in enumerate(self.steps, start=1))
+
+    def column(self, index: int) -> list[int]:
+        """The numbers of one column."""
+        return [int(row[index]) for row in self.rows]
 
 
 def small(kind: str, seed: int, split: str, index: int) -> Chart:
@@ -90,50 +116,58 @@ def _line(draw: ImageDraw.ImageDraw, items: Sequence[str], values: Sequence[int]
 _DRAWN: dict[str, Callable[[ImageDraw.ImageDraw, Sequence[str], Sequence[int]], None]] = {"bar": _bars, "line": _line}
 
 
-Making = Callable[[str, int, str, int], Chart]
-ROWS = {"train": 600, "val": 60, "test": 120, "warm": 0}
-SMALL = {"train": 1000, "val": 64, "test": 192, "warm": 0}
+@dataclass(frozen=True)
+class Made:
+    """Charts of one size: their ``kinds``, the ``rows`` of each split by default, and how one is ``drawn`` (of a kind, a seed, a
+    split and its place there) and ``saved``."""
+
+    kinds: Sequence[str]
+    rows: Mapping[str, int]
+    drawn: Callable[[str, int, str, int], Chart]
+    saved: Callable[[Chart, Path], None]
+
+
+MADE = Made(KINDS, {"train": 1000, "val": 64, "test": 192, "warm": 0}, small, save)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write each split's rows and images. Returns exit code 0; raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare chart_rvr", description=__doc__)
+    return make_rows("python -m rayloop data prepare chart_rvr", MADE, arguments)
+
+
+def make_rows(command: str, made: Made, arguments: Sequence[str] | None) -> int:
+    """Parse the options of ``command``, and write what they ask for. Returns exit code 0; raises ConfigError."""
+    parser = argparse.ArgumentParser(prog=command)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
-    parser.add_argument("--small", action="store_true", help="of 84 x 84 pixels with three colours, for the quickstart")
-    for split, count in ROWS.items():
-        what = f"rows of the split (default: {count}, small: {SMALL[split]})"
-        parser.add_argument(f"--{split}", type=int, help=what)
-    parser.add_argument("--kinds", help=f"kinds of chart, in turn (default: {','.join(large.KINDS)})")
+    for split, count in made.rows.items():
+        parser.add_argument(f"--{split}", type=int, default=count, help="rows of the split (default: %(default)s)")
+    parser.add_argument("--kinds", default=",".join(made.kinds), help="kinds of chart, in turn (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of all charts; equal seeds, equal rows")
     chosen = parser.parse_args(arguments)
-    known, make, store = (KINDS, small, save) if chosen.small else (large.KINDS, large.chart, large.save)
-    kinds = [kind.strip() for kind in chosen.kinds.split(",")] if chosen.kinds else known
-    if unknown := sorted(set(kinds) - set(known)):
-        raise ConfigError(f"--kinds: no such chart: {', '.join(unknown)}; there are {', '.join(known)}")
+    kinds = [kind.strip() for kind in chosen.kinds.split(",")]
+    if unknown := sorted(set(kinds) - set(made.kinds)):
+        raise ConfigError(f"--kinds: no such chart: {', '.join(unknown)}; there are {', '.join(made.kinds)}")
     seen: set[tuple[Any, ...]] = set()
-    for split, count in (SMALL if chosen.small else ROWS).items():
-        if count := count if getattr(chosen, split) is None else getattr(chosen, split):
-            made = list(charts(count, kinds, chosen.seed, split, seen, make))
-            write(chosen.out, split, made, store)
+    for split in made.rows:
+        if count := getattr(chosen, split):
+            write(chosen.out, split, list(charts(made, count, kinds, chosen.seed, split, seen)), made.saved)
     return 0
 
 
-def charts(
-    count: int, kinds: Sequence[str], seed: int, split: str, seen: set[tuple[Any, ...]], make: Making = large.chart
-) -> Iterator[Chart]:
+def charts(made: Made, count: int, kinds: Sequence[str], seed: int, split: str, seen: set[tuple[Any, ...]]) -> Iterator[Chart]:
     """``count`` charts, the kinds in turn; none whose table is in ``seen``, to which theirs are added: splits share no chart."""
-    made = index = 0
-    while made < count:
-        found = make(kinds[made % len(kinds)], seed, split, index)
+    found = index = 0
+    while found < count:
+        one = made.drawn(kinds[found % len(kinds)], seed, split, index)
         index += 1
-        key = (found.kind, found.columns, found.rows)
+        key = (one.kind, one.columns, one.rows)
         if key not in seen:
             seen.add(key)
-            made += 1
-            yield found
+            found += 1
+            yield one
 
 
-def write(out: Path, split: str, made: Sequence[Chart], save: Callable[[Chart, Path], None] = large.save) -> Path:
+def write(out: Path, split: str, made: Sequence[Chart], save: Callable[[Chart, Path], None]) -> Path:
     """Write ``SPLIT.jsonl``, and one image for each row below ``images/SPLIT``."""
     (out / "images" / split).mkdir(parents=True, exist_ok=True)
     images = [f"images/{split}/{i:06d}.png" for i in range(len(made))]

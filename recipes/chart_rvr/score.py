@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rayloop.core.types import Task
+from rayloop.data.rows import parsed
 from rayloop.recipes.chart_rvr.rewards.original import evaluated_answer, exact_match, relaxed_accuracy
 from rayloop.recipes.chart_rvr.rewards.reading import PUBLISHED, SEVEN, parts
-from rayloop.rewards.saved import OfflineScoring, Saved, name_of, parsed, texts_of, truth_of
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, texts_of, truth_of
 
 LABELS = ("label", "gold", "ground_truth", "truth", "answer")
 """Columns of the true answer."""
@@ -17,8 +18,7 @@ SHOWN = 20
 
 def read(row: Mapping[str, Any], where: str) -> Saved:
     """``{completion, label, chart_type?, table?, reasoning?}``, or a line of a run's ``rollouts``. Raises DataFailure."""
-    extra = {**row, "table": parsed(row.get("table"))}
-    task = Task(name_of(row, where), (), truth_of(row, LABELS, where), extra=extra)
+    task = Task(name_of(row, where), (), truth_of(row, LABELS, where), extra={**row, "table": parsed(row.get("table"))})
     return Saved(texts_of(row, where), task, row)
 
 

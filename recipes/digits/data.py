@@ -1,7 +1,5 @@
 """Sorting digits: a text-only task that a tiny model learns in minutes. Makes the rows and reads them."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping
@@ -41,7 +39,7 @@ class DigitRows:
         prompt: str = "Sort: {digits}"
         """The user's text; ``{digits}`` is replaced by the digits, separated by blanks."""
 
-    def __init__(self, settings: DigitRows.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:

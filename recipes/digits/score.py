@@ -5,7 +5,8 @@ from typing import Any
 
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Task
-from rayloop.rewards.saved import OfflineScoring, Saved, name_of, parsed, texts_of, truth_of
+from rayloop.data.rows import parsed
+from rayloop.rewards.saved import OfflineScoring, Saved, name_of, texts_of, truth_of
 
 TRUTHS = ("ground_truth", "truth", "gold", "label")
 """Columns of the digits in order."""

@@ -1,7 +1,5 @@
 """Questions about images, to be answered with code or tools: PyVision's, DeepEyes' and flat rows, with our prompt or theirs."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Mapping
@@ -40,10 +38,9 @@ class QuestionRows:
         published: Published | None = None
         """Ask as the original does, instead of ``prompt``: with the row's own ``prompt``, or, where it has none, with this text of
         ``prompts/`` (``deepeyes``: its two), filled in as the original's reader does. A row with a prompt of its own that names no
-        environment (``environment``, ``env_name``) is of the kind ``none`` of ``environment.kinds``: the original gives it no
-        tools."""
+        environment (``environment``, ``env_name``) is of the kind ``none`` of ``environment.kinds``, without tools."""
 
-    def __init__(self, settings: QuestionRows.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._chat = ChatRows(ChatRows.Settings())
 
@@ -58,8 +55,7 @@ class QuestionRows:
             messages: tuple[Message, ...] = (Message("user", (*self._shown(images), text)),)
         elif isinstance(own, list | tuple) and own:
             kind = kind or "none"
-            shown = {"prompt": own, "images": [flat["image"]] if images else [], "id": ""}
-            messages = self._chat.task(shown, where, root).messages
+            messages = self._chat.task({"prompt": own, "images": [flat["image"]] if images else [], "id": ""}, where, root).messages
         else:
             messages = _asked(self._settings.published, flat, images, videos, where)
         kept = {name: value for name, value in flat.items() if name != "image"}

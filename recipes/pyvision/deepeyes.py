@@ -1,7 +1,5 @@
 """DeepEyes' reward: 0.8 for a right answer, 0.2 less for a broken form, 1.2 more if it is right after looking at an image again."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -41,7 +39,7 @@ class DeepEyesReward:
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
         """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``; else rules for short answers."""
 
-    def __init__(self, settings: DeepEyesReward.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         """Raises ConfigError when math-verify is asked for and not installed; of ``mathematics`` the first such row does."""
         self._settings = settings
         kinds: Mapping[str, Kind] = {**dict.fromkeys(settings.mathematics, "math"), **settings.verifiers}
@@ -92,7 +90,7 @@ class DeepEyesReward:
         tool = float(read.looked and accuracy > 0.5)
         value = 1.2 * accuracy + 0.4 * form if math else 0.8 * accuracy + 0.2 * form + 1.2 * tool
         components = {"accuracy": accuracy, "format": form, "tool": tool, "looked": float(read.looked), "calls": read.calls}
-        return Scored(value, components, found.flags)
+        return Scored(value, components, found.flags, reason=found.reason)
 
 
 def _original(context: ScoreContext, math: bool) -> original.DeepEyes:

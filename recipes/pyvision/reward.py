@@ -1,7 +1,5 @@
 """PyVision's reward: 1 for a right answer, and 0.1 more for each turn whose code ran, so that a policy keeps using its tool."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -47,7 +45,7 @@ class PyVisionReward:
         """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``. Without one, rules do: the
         same text but for case and blanks, the same number, option or list."""
 
-    def __init__(self, settings: PyVisionReward.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         """Raises ConfigError when math-verify is asked for and not installed."""
         self._settings = settings
         self._verifiers = Verifiers(settings.verifiers, settings.accuracy, settings.math_timeout, settings.verifiers)
@@ -75,7 +73,7 @@ class PyVisionReward:
         right = found.value >= self._settings.right_from
         accuracy = 0.0 if long else found.value
         value = accuracy + right * self._settings.per_call * components["calls"]
-        return Scored(value, {**components, "accuracy": accuracy, "right": float(right)}, found.flags)
+        return Scored(value, {**components, "accuracy": accuracy, "right": float(right)}, found.flags, reason=found.reason)
 
     def _original(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
         published, source = self._settings.published, original.BENCHMARKS.get(task.source, task.source)

@@ -1,7 +1,5 @@
 """Whether an answer is right: by a rule of ``judge/rules`` that suits its data source, by a judge, or by its option."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -74,8 +72,8 @@ class Verifiers:
         match self.kind(asked.task.source):
             case "mra":
                 return _relative(asked)
-            case "option":
-                return _option(asked)
+            case "option":  # the letter, as B, (B), B. red or the option's own words; anything else is wrong
+                return replace(decided(reference(asked.task), asked.answer, question(asked.task)), flags=())
             case "math":
                 return self._equivalent(asked)
             case "rules":
@@ -123,11 +121,6 @@ def _relative(asked: Asked) -> Judged:
     return Scored(0.0, flags=("no_number",)) if said is None else Scored(mean_relative_accuracy(true, said))
 
 
-def _option(asked: Asked) -> Judged:
-    """The letter, as ``B``, ``(B)``, ``B. red`` or the option's own words; anything else is wrong."""
-    return replace(decided(reference(asked.task), asked.answer, question(asked.task)), flags=())
-
-
 def question(task: Task) -> str:
     """A saved completion may come without."""
     return question_of(task) if task.messages else ""
@@ -151,7 +144,7 @@ class OptionReward:
         """Asked where an answer names no option, as the papers' evaluations do, for example
         ``{use: "rayloop.judge.reward:JudgeReward", with: {answer: tagged_box}}``; without one such an answer is wrong."""
 
-    def __init__(self, settings: OptionReward.Settings | None = None) -> None:
+    def __init__(self, settings: Settings | None = None) -> None:
         chosen = settings.judge if settings else None
         self._judge: RewardSource | None = chosen.build() if chosen else None
         self.infrastructure = getattr(self._judge, "infrastructure", ())
@@ -173,7 +166,7 @@ class OptionReward:
         def paid(judged: Judged) -> Outcome:
             if not isinstance(judged, Scored):
                 return judged
-            return Scored(judged.value, {"accuracy": judged.value, **form}, judged.flags)
+            return Scored(judged.value, {"accuracy": judged.value, **form}, judged.flags, reason=judged.reason)
 
         if found.flags and self._judge is not None:
             return at_once(self._judge.score(trajectory, task, context), paid)
@@ -184,8 +177,7 @@ def inferred(answer: str, options: Mapping[str, str]) -> str | None:
     """The letter of the one option (letter -> words) that a sentence names; None for several, and for a denial."""
     if _NEGATED.search(answer):
         return None
-    plain = _ARTICLE.sub(" ", answer)
-    letters = {letter for letter in _LETTER.findall(plain) if letter in options}
+    letters = {letter for letter in _LETTER.findall(_ARTICLE.sub(" ", answer)) if letter in options}
     lower = answer.lower()
     named = {letter for letter, words in options.items() if words and re.search(rf"(?<!\w){re.escape(words.lower())}(?!\w)", lower)}
     found = letters or named

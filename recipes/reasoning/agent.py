@@ -1,7 +1,5 @@
 """An agent that knows nothing of rayloop: it asks its question, and asks once more when the answer is long."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from openai import OpenAI

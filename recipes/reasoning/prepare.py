@@ -1,7 +1,5 @@
 """Rows of reasoning-gym: ``python -m rayloop data prepare reasoning --out DIR`` makes train.jsonl and eval.jsonl in DIR."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Writes a published data set as JSONL with images beside it: ``python -m rayloop data prepare NAME --out DIR``."""
 
-from __future__ import annotations
-
 import argparse
 import base64
 import binascii
@@ -115,8 +113,7 @@ class Wanted:
 
 
 def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) -> tuple[dict[str, int], list[DataFailure]]:
-    """Write ``out/SPLIT.jsonl``, ``out/images``, and ``out/frames`` of films; return each split's rows and the rows left out.
-    Raises ConfigError."""
+    """Write ``out/SPLIT.jsonl``, ``images`` and ``frames``; return each split's rows, and those left out. Raises ConfigError."""
     splits = wanted.published or present(how, source)
     left_out: list[DataFailure] = []
     light: list[tuple[str, Row]] = []
@@ -147,7 +144,7 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
     for split, rows in written.items():
         if not wanted.original and split not in splits:
             random.Random(derive(wanted.seed, "order", split)).shuffle(rows)
-        write_whole(out / f"{split}.jsonl", "".join(json.dumps(_clean(row)) + "\n" for row in rows).encode())
+        write_whole(out / f"{split}.jsonl", "".join(json.dumps(row, default=str) + "\n" for row in rows).encode())
     return {split: len(written[split]) for split in sorted(written, key=lambda one: one != REST)}, left_out
 
 
@@ -186,8 +183,7 @@ def _chosen(how: ColumnMap, light: Sequence[tuple[str, Row]], wanted: Wanted) ->
             for index, name in zip(at, taken, strict=True):
                 result[index] = name
         return result
-    new = dict(wanted.new) or sizes(min(wanted.most or len(rows), len(rows)), how.make)
-    return _cut(how, rows, new, wanted)
+    return _cut(how, rows, dict(wanted.new) or sizes(min(wanted.most or len(rows), len(rows)), how.make), wanted)
 
 
 def _cut(how: ColumnMap, rows: Sequence[Row], new: Mapping[str, int], wanted: Wanted) -> list[str | None]:
@@ -200,7 +196,7 @@ def _cut(how: ColumnMap, rows: Sequence[Row], new: Mapping[str, int], wanted: Wa
     return stratified(strata, groups, new, derive(wanted.seed, "splits"))
 
 
-def _finished(how: ColumnMap, row: Row, pictures: Pictures) -> Row:
+def _finished(how: ColumnMap, row: Row, pictures: "Pictures") -> Row:
     """With the image as a file, the box as fractions, and videos as what the interpreter reads. Raises DataFailure."""
     where, beside = str(row["id"]), str(row.pop("@folder"))
     if "image" in row:
@@ -225,15 +221,6 @@ def _splits(asked: Sequence[str], how: ColumnMap) -> tuple[tuple[str, ...], dict
         else:
             raise ConfigError(f"--splits {text}: expected one of {', '.join(how.files)}, or SPLIT=ROWS for a new split")
     return tuple(published), new
-
-
-def _clean(value: Any) -> Any:
-    """What JSON can hold: bytes and dates of parquet as text."""
-    if isinstance(value, Mapping):
-        return {str(key): _clean(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(one) for one in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
 REST = "train"

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, DataFailure
-from rayloop.data.rows import rows
+from rayloop.data.rows import parsed, rows
 
 Where = str | tuple[str, ...]
 _PLACE = re.compile(r"\{([^{}]+)\}")
@@ -89,8 +89,7 @@ def mapped(how: ColumnMap, row: Mapping[str, Any]) -> dict[str, Any]:
         elif ours in how.columns:
             names = " or ".join((theirs,) if isinstance(theirs, str) else theirs)
             present = ", ".join(name for name in list(row)[:20] if not name.startswith("@"))
-            where = f"{row['@file']}, row {row['@index']}"
-            raise DataFailure(where, f"no {names} for {ours!r}; the row has {present}")
+            raise DataFailure(f"{row['@file']}, row {row['@index']}", f"no {names} for {ours!r}; the row has {present}")
     made.setdefault("id", f"{row['@split']}-{row['@index']}")
     return made
 
@@ -121,17 +120,7 @@ def found(row: Any, path: str) -> Any:
         value = row[int(name)]
     else:
         return None
-    return found(_parsed(value), rest) if rest else value
-
-
-def _parsed(value: Any) -> Any:
-    """JSON text of an object or a list, read; anything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+    return found(parsed(value), rest) if rest else value
 
 
 _LONGEST_FIELD = 2**31 - 1

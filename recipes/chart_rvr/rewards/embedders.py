@@ -1,7 +1,5 @@
 """Embedders (any server with the OpenAI interface, or counts of words), and cosines of texts embedded in batches."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -44,8 +42,7 @@ class Similarity:
         self._running: set[asyncio.Task[None]] = set()
 
     async def cosines(self, pairs: Sequence[Pair], *, empty: bool = False) -> list[float]:
-        """Cosines of the pairs; 0 with one empty text, 1 with two, which are not embedded but with ``empty``. Raises the embedder's
-        errors, Unavailable, DeadlineExceeded."""
+        """Cosines of the pairs; 0 with one empty text, 1 with two (embedded with ``empty``). Raises the embedder's errors."""
         texts = {text for pair in pairs for text in pair if text or empty}
         futures = {text: self._ask(text) for text in texts}
         if futures:
@@ -114,6 +111,18 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
+def openai_client(url: str, key: str, timeout: float, names: tuple[str, str] = ("url", "api_key_env")) -> httpx.Client:
+    """A client of the server at ``url`` (up to and with ``/v1``), asked without a proxy when it is on this machine. ``key``: the
+    environment variable with its key, or empty. Raises ConfigError, with the settings' ``names``."""
+    address = httpx.URL(url)
+    if address.scheme not in ("http", "https") or not address.host:
+        raise ConfigError(f"{names[0]} {url}: expected http://HOST:PORT/v1")
+    if key and not os.environ.get(key):
+        raise ConfigError(f"{names[1]} {key}: this environment variable is not set")
+    headers = {"Authorization": f"Bearer {os.environ[key]}"} if key else {}
+    return httpx.Client(base_url=address, headers=headers, timeout=timeout, trust_env=address.host not in _LOCAL)
+
+
 class OpenAiEmbedder:
     """``POST {url}/embeddings`` of any server with that interface: vLLM, text-embeddings-inference, infinity, the cloud's."""
 
@@ -127,28 +136,19 @@ class OpenAiEmbedder:
         timeout: float = Field(60.0, gt=0)
         """Seconds for the answer to one batch of texts; raise it for a server that runs on a CPU."""
 
-    def __init__(self, settings: OpenAiEmbedder.Settings) -> None:
-        url = httpx.URL(settings.url.rstrip("/"))
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ConfigError(f"embedder url {settings.url!r}: expected http://host:port/v1")
-        headers = {}
-        if name := settings.api_key_env:
-            if not os.environ.get(name):
-                raise ConfigError(f"embedder: the environment variable {name} (api_key_env) is not set")
-            headers["Authorization"] = f"Bearer {os.environ[name]}"
-        self._url, self._model = f"{url}/embeddings", settings.model
-        self._http = httpx.Client(headers=headers, timeout=settings.timeout, trust_env=url.host not in _LOCAL)
+    def __init__(self, settings: Settings) -> None:
+        self._http, self._model = openai_client(settings.url, settings.api_key_env, settings.timeout), settings.model
 
     def embed(self, texts: Sequence[str]) -> Sequence[Sequence[float]]:
         """Raises httpx.HTTPError, and Unavailable when the answer is no list of embeddings."""
-        answer = self._http.post(self._url, json={"model": self._model, "input": list(texts)})
+        answer = self._http.post("embeddings", json={"model": self._model, "input": list(texts)})
         if answer.is_error:
-            raise Unavailable(f"{self._url} answered {answer.status_code}: {answer.text[:300]}")
+            raise Unavailable(f"{answer.url} answered {answer.status_code}: {answer.text[:300]}")
         try:
             data: list[dict[str, Any]] = sorted(answer.json()["data"], key=lambda entry: entry["index"])
             return [entry["embedding"] for entry in data]
         except (ValueError, KeyError, TypeError) as error:
-            raise Unavailable(f"{self._url} answered no list of embeddings: {answer.text[:300]}") from error
+            raise Unavailable(f"{answer.url} answered no list of embeddings: {answer.text[:300]}") from error
 
 
 class WordEmbedder:
@@ -158,15 +158,10 @@ class WordEmbedder:
         size: int = Field(4096, ge=16)
         """Places of the vector: two words may share one, more seldom the more places there are."""
 
-    def __init__(self, settings: WordEmbedder.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._size = settings.size
 
     def embed(self, texts: Sequence[str]) -> Sequence[Sequence[float]]:
         """Counts of hashed words, one vector for each text."""
-        return [self._counts(text) for text in texts]
-
-    def _counts(self, text: str) -> list[float]:
-        counts = [0.0] * self._size
-        for word in _WORD.findall(text.lower()):
-            counts[zlib.crc32(word.encode()) % self._size] += 1.0
-        return counts
+        places = ([zlib.crc32(word.encode()) % self._size for word in _WORD.findall(text.lower())] for text in texts)
+        return [np.bincount(np.array(of_text, np.int64), minlength=self._size).tolist() for of_text in places]

@@ -33,7 +33,7 @@ def format_reward(text: str) -> float:
 
 def accuracy_reward(text: str, label: Any) -> float:
     """1 for a number within 5 % of ``label + 1e-6``, the denominator with its sign; for a label that is a text the same text."""
-    answer = trained_answer(text) if "<answer>" in text and "<think>" in text else ""
+    answer = last(text, "answer").rstrip(".") if "<answer>" in text and "<think>" in text else ""
     if not answer:
         return 0.0
     try:
@@ -44,11 +44,6 @@ def accuracy_reward(text: str, label: Any) -> float:
         return float(abs(float(answer) - truth) / truth <= 0.05)
     except (ValueError, ZeroDivisionError):
         return 0.0
-
-
-def trained_answer(text: str) -> str:
-    """The answer that the reward compares: without dots at its end."""
-    return last(text, "answer").rstrip(".")
 
 
 def length_think_reward(text: str) -> float:

@@ -1,12 +1,10 @@
 """The input of the rewards (a completion's parts, the row's truth, the count of tokens), and the base class of a variant."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from rayloop.core.types import Task
 
@@ -78,8 +76,7 @@ def steps_of(text: str) -> list[str]:
 
 
 def pieces(text: str) -> int:
-    """The approximate number of tokens: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer splits
-    first."""
+    """About the number of tokens: words, single digits, runs of signs and of line breaks, as Qwen's tokenizer splits first."""
     return len((_ASCII if text.isascii() else _PIECE).findall(text))
 
 
@@ -153,7 +150,7 @@ class ChartSample:
     where: str = ""
 
     @classmethod
-    def of(cls, text: str, task: Task, tokens: int | None = None) -> ChartSample:
+    def of(cls, text: str, task: Task, tokens: int | None = None) -> Self:
         """The last turn's text with the truth of a row that has the data set's columns."""
         extra = task.extra
         return cls(

@@ -1,10 +1,8 @@
 """Chart-RVR's reward: seven weighted components in one of four definitions."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import httpx
 from pydantic import Field, model_validator
@@ -93,12 +91,12 @@ class ChartReward:
         """Seconds for one call of the embedder; beyond it the trajectories are unscored, never paid 0."""
 
         @model_validator(mode="after")
-        def _embedder(self) -> ChartReward.Settings:
+        def _embedder(self) -> Self:
             if self.weights.process and self.embedder is None:
                 raise ValueError(NO_EMBEDDER)
             return self
 
-    def __init__(self, settings: ChartReward.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.variant = made(settings)
         self._weights: Mapping[str, float] = {
@@ -106,8 +104,7 @@ class ChartReward:
         }
         self._similarity: Similarity | None = None
         if settings.weights.process and settings.embedder is not None:
-            embedder = settings.embedder.build()
-            self._similarity = Similarity(embedder, settings.batch, settings.wait, settings.embed_timeout)
+            self._similarity = Similarity(settings.embedder.build(), settings.batch, settings.wait, settings.embed_timeout)
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome | Awaitable[Outcome]:
         """Raises DataFailure for a row without label or with something else than a table; what the embedder raises."""
@@ -152,8 +149,7 @@ def made(settings: ChartReward.Settings) -> Variant:
             length = settings.length
             return Paper(settings.tolerance, length.least, length.most, settings.steps, counter(length.tokenizer))
     length = settings.length
-    count = counter(length.tokenizer)
-    return Corrected(settings.tolerance, settings.years, length.least, length.most, length.cap, count)
+    return Corrected(settings.tolerance, settings.years, length.least, length.most, length.cap, counter(length.tokenizer))
 
 
 def counter(model: str) -> Count:

@@ -44,8 +44,7 @@ def readable(text: str) -> str:
 
 
 def same_answer(said: str, true: str, tolerance: Fraction, years: tuple[int, int]) -> bool:
-    """Relaxed accuracy: a number within ``tolerance`` (a share), a year exactly, a list item by item, other answers by their
-    text."""
+    """Relaxed accuracy: a number within ``tolerance`` (a share), a year exactly, a list item by item, others by their text."""
     if said == true:
         return True
     wanted = number(true)

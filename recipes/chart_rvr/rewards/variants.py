@@ -122,8 +122,7 @@ class Paper(Variant):
         return Process((*first, ("\n".join(said[m:]), "\n".join(true[m:]))))
 
     def conformity(self, pairs: Sequence[Pair], cosines: Sequence[float]) -> float:
-        """The mean of the first m steps plus that of the rest, with s = (1 + cos) / 2; a missing step has s = 0, one that both lack
-        1."""
+        """The mean of the first m steps plus that of the rest, s = (1 + cos) / 2; 0 for a missing step, 1 where both lack it."""
         *first, rest = [
             (1 + cosine) / 2 if all(pair) else float(not any(pair)) for pair, cosine in zip(pairs, cosines, strict=True)
         ]

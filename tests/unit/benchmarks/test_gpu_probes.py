@@ -14,7 +14,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import children
 from benchmarks.gpu.__main__ import PROBES, Probe, main
 from benchmarks.gpu.children import completed
-from benchmarks.gpu.result import Found, Place
+from benchmarks.gpu.result import Found, Place, measured, record
 from tests.support.runs import eventually
 
 HANGS = """
@@ -110,3 +110,24 @@ def test_one_that_is_too_slow_does_not_hold_up_the_others(
     assert main(["all", "--out", str(tmp_path / "gpu.json")]) == 1
     assert asked == list(PROBES)
     assert "start: ended after 1200 s" in capsys.readouterr().err
+
+
+def test_all_goes_on_where_it_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is tried again, and everything with other sizes."""
+    probes(monkeypatch)
+    file, place = tmp_path / "gpu.json", Place(tmp_path, tiny=True)
+    assert record(file, "finds", finds, place)
+    assert not record(file, "fails", fails, place)
+    assert measured(file, tiny=True) == {"finds"}
+    assert measured(file, tiny=False) == set()
+    assert measured(tmp_path / "none.json", tiny=True) == set()
+    began = list[list[str]]()
+
+    def noted(command: list[str], *_: object, **__: object) -> subprocess.CompletedProcess[bytes]:
+        began.append(command)
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(command, "completed", noted)
+    assert main(["all", "--tiny", "--out", str(file), "--models", str(tmp_path)]) == 1
+    assert [words[3] for words in began] == ["fails"]
+    assert "finds: measured before" in capsys.readouterr().err

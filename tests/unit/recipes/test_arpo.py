@@ -61,12 +61,19 @@ def test_the_weight_of_the_format_can_be_set() -> None:
     assert outcome.value == 1.0
 
 
-def test_the_shipped_tasks_are_those_that_prepare_writes(tmp_path: Path) -> None:
-    assert main(["--out", str(tmp_path)]) == 0
+SHORT = ["--train", "160", "--val", "48", "--pages", "click-dialog-2", "click-tab", "focus-text", "focus-text-2"]
+
+
+@pytest.mark.parametrize(("folder", "asked"), [("tasks", []), ("tasks/short", SHORT)])
+def test_the_shipped_tasks_are_those_that_prepare_writes(folder: str, asked: list[str], tmp_path: Path) -> None:
+    assert main(["--out", str(tmp_path), *asked]) == 0
     for split in ROWS:
-        assert (tmp_path / f"{split}.jsonl").read_text(encoding="utf-8") == (RECIPE / f"tasks/{split}.jsonl").read_text(
-            encoding="utf-8"
-        )
+        assert (tmp_path / f"{split}.jsonl").read_bytes() == (RECIPE / folder / f"{split}.jsonl").read_bytes()
+
+
+def test_the_short_run_says_how_its_rows_are_made() -> None:
+    text = (RECIPE / "short.yaml").read_text(encoding="utf-8").replace(" \\\n#  ", "")
+    assert " ".join(["data prepare arpo --out recipes/arpo/tasks/short", *SHORT]) in text
 
 
 def test_splits_share_pages_and_no_seed() -> None:
@@ -110,7 +117,7 @@ def test_every_page_of_the_demonstrations_has_a_rule() -> None:
 
 def test_the_configurations_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for name in ("quickstart", "arpo"):
+    for name in ("quickstart", "short", "arpo"):
         config = load(RECIPE / f"{name}.yaml", [], RunConfig)
         check_components(config)
         pointing = config.environment.episode.environment.with_["pointing"]

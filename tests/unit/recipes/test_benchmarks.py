@@ -32,7 +32,7 @@ QUICKSTART = ROOT / "recipes/arc_vision/quickstart.yaml"
 
 def test_every_recipe_has_its_data_its_scores_and_its_quickstart() -> None:
     folders = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/__init__.py"))
-    assert recipes.having("prepare") == folders
+    assert recipes.having("prepare") == [name for name in folders if name != "arc_vision"]  # whose rows are shipped
     trained = [name for name in folders if name != "desktop"]  # whose rows are an environment's, and no policy's yet
     assert recipes.having("score") == trained
     assert all((ROOT / "recipes" / name / file).is_file() for name in trained for file in ("README.md", "quickstart.yaml"))

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from benchmarks.makers.drawn_charts import HEIGHT, KINDS, MADE, WIDTH, chart, figure, main
 from rayloop.config.settings import check_components
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Sampling, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
-from rayloop.recipes.chart_rvr.charts import HEIGHT, KINDS, WIDTH, chart, figure
 from rayloop.recipes.chart_rvr.checkout import SHA256
 from rayloop.recipes.chart_rvr.data import ChartAnswers, ChartRows
-from rayloop.recipes.chart_rvr.prepare import charts, main
+from rayloop.recipes.chart_rvr.prepare import charts
 from rayloop.recipes.chart_rvr.rewards.reward import ChartReward
 from rayloop.run.config import read
 
@@ -117,7 +117,7 @@ def test_equal_seeds_make_equal_charts_and_no_split_has_anothers() -> None:
     assert chart("pie", 3, "train", 5) == chart("pie", 3, "train", 5)
     assert chart("pie", 3, "train", 5) != chart("pie", 4, "train", 5)
     seen: set[tuple[Any, ...]] = set()
-    made = [one for split in ("train", "val") for one in charts(150, ["pie"], 0, split, seen)]
+    made = [one for split in ("train", "val") for one in charts(MADE, 150, ["pie"], 0, split, seen)]
     assert len({(one.columns, one.rows) for one in made}) == 300
 
 

@@ -34,7 +34,7 @@ QUICKSTART = RECIPE / "quickstart.yaml"
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[Task]:
     out = tmp_path_factory.mktemp("small")
-    assert main(["--small", "--out", str(out), "--train", "80", "--val", "0", "--test", "20"]) == 0
+    assert main(["--out", str(out), "--train", "80", "--val", "0", "--test", "20"]) == 0
     assert sorted(path.name for path in out.glob("*.jsonl")) == ["test.jsonl", "train.jsonl"]
     return list(Dataset(out / "train.jsonl", ChartRows(ChartRows.Settings()), True, lambda failure: None))
 
@@ -154,7 +154,7 @@ def test_a_group_is_paid_where_no_event_loop_runs(rows: list[Task]) -> None:
 
 
 def test_rows_have_the_columns_of_the_recipe(tmp_path: Path) -> None:
-    assert main(["--small", "--out", str(tmp_path), "--train", "2", "--val", "0", "--test", "0", "--warm", "1"]) == 0
+    assert main(["--out", str(tmp_path), "--train", "2", "--val", "0", "--test", "0", "--warm", "1"]) == 0
     first = json.loads((tmp_path / "train.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert set(first) == {"id", "image", "query", "label", "table", "chart_type", "reasoning", "data_source"}
     assert (tmp_path / "warm.jsonl").exists()

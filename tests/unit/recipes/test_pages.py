@@ -10,12 +10,23 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.makers import rendered_pages as miniwob
+from benchmarks.makers.rendered_pages import (
+    OOD_PAGES,
+    PAGES,
+    ROWS,
+    SHIPPED,
+    PageRow,
+    compared,
+    differences,
+    digest,
+    read_parquet,
+)  # fmt: skip
 from rayloop.cli import main
+from rayloop.core.failures import ConfigError
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import decode
-from rayloop.recipes.arc_vision import prepare as miniwob
 from rayloop.recipes.arc_vision.data import GroundingRows
-from rayloop.recipes.arc_vision.prepare import OOD_PAGES, PAGES, ROWS, SHIPPED, PageRow, compared, differences, digest, read_parquet
 
 MANIFEST = json.loads((SHIPPED / "manifest.json").read_text(encoding="utf-8"))
 READER = "rayloop.recipes.arc_vision.data:GroundingRows"
@@ -96,9 +107,9 @@ def test_differences_name_row_and_field(splits: dict[str, list[PageRow]]) -> Non
     assert list(differences(shipped, shipped)) == []
 
 
-def test_an_unknown_split_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "prepare", "arc_vision", "--out", str(tmp_path), "--rows", "training=5"]) == 2
-    assert "training" in capsys.readouterr().err
+def test_an_unknown_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no split is called training"):
+        miniwob.main(["--out", str(tmp_path), "--rows", "training=5"])
 
 
 @pytest.mark.browser
@@ -107,7 +118,7 @@ def test_pages_render_as_they_were_shipped(tmp_path: Path) -> None:
     pytest.importorskip("miniwob", reason="miniwob is not installed: pip install -e .[browser]")
     try:
         browser = miniwob.find_browser(None)
-    except miniwob.ConfigError as error:
+    except ConfigError as error:
         pytest.skip(str(error))
     rendered = miniwob.render("click-dialog-2", {"val": 5}, browser).rows["val"]
     shipped = {row.id: row for row in read_parquet(SHIPPED / "val.parquet")}

@@ -1,13 +1,15 @@
-"""Charts drawn from a table, each with a question, its answer and the steps to it. Equal seeds draw equal charts."""
+"""Draws charts of six kinds as large as Chart-RVR's, with exact tables, questions and steps, as rows of its recipe: ``python -m
+benchmarks.makers.drawn_charts --out DIR``. Equal seeds draw equal charts."""
 
 import random
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rayloop.core.types import derive
+from rayloop.recipes.chart_rvr.prepare import Chart, Made, make_rows
 
 KINDS = ("bar", "line", "pie", "stacked bar", "scatterplot", "area")
 """As the prompt calls them."""
@@ -28,33 +30,6 @@ _GROUPS = ("North", "South", "East", "West")
 _COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """``rows``: the name of each item, then its value in each of ``columns[1:]``, as whole numbers."""
-
-    kind: str
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    question: str
-    answer: str
-    steps: tuple[str, ...]
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """The chart's data as ``{columns, rows}``."""
-        return {"columns": list(self.columns), "rows": [list(row) for row in self.rows]}
-
-    @property
-    def reasoning(self) -> str:
-        """The steps as the policy should write them."""
-        return "\n".join(f"<step-{i}>: {step}" for i, step in enumerate(self.steps, start=1))
-
-    def column(self, index: int) -> list[int]:
-        """The numbers of one column."""
-        return [int(row[index]) for row in self.rows]
-
-
 def chart(kind: str, seed: int, split: str, index: int) -> Chart:
     """The chart of this place in a split. Equal arguments, equal charts. Raises ValueError for another kind."""
     if kind not in KINDS:
@@ -63,8 +38,7 @@ def chart(kind: str, seed: int, split: str, index: int) -> Chart:
     subject, unit = draw.choice(_SUBJECTS)
     columns, rows = _DATA[kind](draw, subject)
     title = f"{subject} by {columns[0].lower()} ({'%' if kind == 'pie' else unit})"
-    about = Chart(kind, title, columns, rows, "", "", ())
-    question, answer, steps = draw.choice(_questions(kind))(draw, about)
+    question, answer, steps = draw.choice(_questions(kind))(draw, Chart(kind, title, columns, rows, "", "", ()))
     opening = f"The chart is a {kind} chart of {subject.lower()} by {columns[0].lower()}."
     return Chart(kind, title, columns, rows, question, answer, (opening, *steps))
 
@@ -204,8 +178,7 @@ def save(about: Chart, path: Path) -> None:
 
 
 def _bar(axes: Any, about: Chart) -> None:
-    bars = axes.bar([row[0] for row in about.rows], about.column(1), color=_COLOURS[0])
-    axes.bar_label(bars)
+    axes.bar_label(axes.bar([row[0] for row in about.rows], about.column(1), color=_COLOURS[0]))
 
 
 def _line(axes: Any, about: Chart) -> None:
@@ -248,3 +221,15 @@ def _stacked(axes: Any, about: Chart) -> None:
 _DRAWN: dict[str, Callable[[Any, Chart], None]] = {
     "bar": _bar, "line": _line, "pie": _pie, "stacked bar": _stacked, "scatterplot": _points_drawn, "area": _area,
 }  # fmt: skip
+
+
+MADE = Made(KINDS, {"train": 600, "val": 60, "test": 120}, chart, save)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write each split's rows and images. Returns exit code 0; raises ConfigError."""
+    return make_rows("python -m benchmarks.makers.drawn_charts", MADE, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,5 @@
-"""GRPO (arXiv:2402.03300) from top to bottom in one process, without Ray: ``python recipes/one_file.py`` trains for half a
-minute. With ``rollout.deterministic`` a distributed run has the same losses and weights bit for bit
-(tests/cluster/test_one_file.py)."""
+"""GRPO (arXiv:2402.03300) from top to bottom in one process, without Ray: ``python -m benchmarks.trainer.one_file`` trains for half
+a minute. With ``rollout.deterministic`` a distributed run has the same losses and weights bit for bit (a test compares them)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -37,7 +36,7 @@ from rayloop.grpo.staleness import AcceptanceRate
 from rayloop.recipes.arc_vision.data import GroundingRows
 from rayloop.recipes.arc_vision.reward import IoUReward
 
-FOLDER = Path(__file__).resolve().parent / "arc_vision"
+FOLDER = Path(__file__).resolve().parents[2] / "recipes/arc_vision"
 MODEL = ModelSettings(path=str(FOLDER / "loose"), min_pixels=37632, max_pixels=37632, position_tint=0.3)
 ROWS, READER, SAMPLING = FOLDER / "pages/train.parquet", GroundingRows.Settings(prompt="{instruction}"), Sampling(max_tokens=12)
 SEED, STEPS, GROUPS, GROUP_SIZE, THREADS = 0, 12, 8, 8, 1

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.evidence.telemetry import FILES, main, telemetry
 from rayloop.core.failures import DataFailure
-from rayloop.recipes.arc_vision.telemetry import FILES, main, telemetry
 from rayloop.run.folder import RolloutDump, RolloutRecord, RolloutTurn
 
 LARGE, SMALL = [0.3, 0.3, 0.7, 0.7], [0.4, 0.4, 0.5, 0.5]

@@ -1,4 +1,4 @@
-"""Renders UI grounding on MiniWoB++ pages with a real Chromium: ``python -m rayloop data prepare arc_vision --out DIR``. A row is
+"""Renders UI grounding on MiniWoB++ pages with a real Chromium: ``python -m benchmarks.makers.rendered_pages --out DIR``. A row is
 kept only when the page rewards a real click on the middle of the target. Splits share page types (``ood`` has its own), never
 seeds, and no screenshot occurs with the same instruction twice. The files are parquet in Arc Vision's schema."""
 
@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +36,7 @@ SPLITS = ("test", "val", "ood", "train", "pretrain")
 """All splits; a screenshot that occurs twice stays in the first of them."""
 
 WIDTH, HEIGHT, COLOURS = 160, 210, 64
-SHIPPED = Path(__file__).parent / "pages"
+SHIPPED = Path(__file__).parents[2] / "recipes/arc_vision/pages"
 WEIGHTS = {"task": 0.6, "tool": 0.3, "gate": 0.1}
 _VIEWPORT = {"width": 500, "height": 320}  # wider than the page: a dialog must not scroll it
 _AWAY = (490, 310)  # where the mouse rests during a screenshot, so that nothing is drawn as hovered
@@ -129,7 +130,7 @@ def render(page: str, rows: Mapping[str, int], browser: str) -> RenderedPages:
     try:
         with _page(browser) as tab:
             tab.goto(html.as_uri())
-            tab.evaluate((Path(__file__).parent / "miniwob_targets.js").read_text(encoding="utf-8"))
+            tab.evaluate((Path(__file__).parent / "arc_vision/targets.js").read_text(encoding="utf-8"))
             for split, members in result.rows.items():
                 for attempt in range(4 * rows[split] + 50):
                     if len(members) == rows[split]:
@@ -194,8 +195,7 @@ def _share(rows: Mapping[str, int], page: str) -> dict[str, int]:
 
 def _interleaved(pages: list[list[PageRow]]) -> list[PageRow]:
     """Round robin over the page types, so that each prefix of a split has all of them."""
-    longest = max(map(len, pages), default=0)
-    return [page[index] for index in range(longest) for page in pages if index < len(page)]
+    return [page[index] for index in range(max(map(len, pages), default=0)) for page in pages if index < len(page)]
 
 
 def digest(rows: list[PageRow]) -> str:
@@ -269,8 +269,7 @@ def _different_pixels(a: bytes, b: bytes) -> int:
     from PIL import ImageChops
 
     first, second = (Image.open(io.BytesIO(data)).convert("RGB") for data in (a, b))
-    difference = ImageChops.difference(first, second).convert("L").point(lambda value: 255 * (value > 0))
-    return difference.histogram()[255]
+    return ImageChops.difference(first, second).convert("L").point(lambda value: 255 * (value > 0)).histogram()[255]
 
 
 SHOWN = 20
@@ -278,7 +277,7 @@ SHOWN = 20
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Render the splits into a folder and compare them with the shipped set. Returns exit code 0; raises RayloopError."""
-    parser = argparse.ArgumentParser(prog="python -m rayloop data prepare arc_vision", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.makers.rendered_pages", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write into")
     parser.add_argument(
         "--rows", action="append", default=[], metavar="SPLIT=N", help="another number of rows than shipped; may be repeated"
@@ -316,3 +315,7 @@ def compared(out: Path, split: str) -> str:
         return f"equal to the {len(theirs)} shipped rows"
     more = f"\n  and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
     return f"{len(different)} differences from the shipped rows:\n  " + "\n  ".join(different[:SHOWN]) + more
+
+
+if __name__ == "__main__":
+    sys.exit(main())

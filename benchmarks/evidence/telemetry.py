@@ -1,6 +1,5 @@
-"""``python -m rayloop.recipes.arc_vision.telemetry RUN...`` reports how a policy used its tools, from the rollouts that runs
-kept: JSONL in ``RUN/telemetry`` with the names and fields (``FIELDS``) of Arc Vision's planned logs, a line for each
-trajectory."""
+"""``python -m benchmarks.evidence.telemetry RUN...`` reports how a policy used its tools, from kept rollouts: JSONL in
+``RUN/telemetry`` with the names and fields (``FIELDS``) of Arc Vision's planned logs, a line for each trajectory."""
 
 import argparse
 import sys
@@ -39,13 +38,13 @@ TOOLS = ("zoom", "crop", "wait", "inspect")
 """Names of tools: the first that a call contains is its name. Other calls are counted without a name."""
 UNSURE = ("unclear", "difficult", "hard to see", "not sure")
 """Words of reasoning about a box that needs a closer look."""
+PERFORMANCE = ((0.8, "excellent"), (0.5, "good"), (0.1, "poor"), (-1.0, "failed"))
 SNIPPET = 200
 """Characters of the reasoning beside a contradiction."""
 
 
 def telemetry(run: Path) -> dict[str, int]:
-    """Write the four files; return the lines of each. Raises ConfigError without rollouts, DataFailure for a truth that is no
-    box."""
+    """Write the four files; return the lines of each. Raises ConfigError without rollouts, DataFailure for a truth without box."""
     files = RunFolder.at(run).rollouts.files()
     if not files:
         raise ConfigError(f"{run} has no rollouts: give a run folder of a run with keep_rollouts above 0")
@@ -83,17 +82,13 @@ def _lines(record: Mapping[str, Any], where: str) -> Iterator[tuple[str, dict[st
         "used_wait": "wait" in names, "used_inspect": "inspect" in names, "tool_effective": bool(calls) and overlap > 0.5,
         "actual_iou": overlap, "ground_truth_bbox": truth, "bbox_area": found["area"], "ground_truth_area": found["area"],
         "is_small_object": small, "is_edge_object": edge, "difficulty_category": "hard" if small else "medium" if edge else "easy",
-        "performance_category": _performance(overlap), "confidence": confidence(texts[-1]),
+        "performance_category": next(word for least, word in PERFORMANCE if overlap > least), "confidence": confidence(texts[-1]),
         "contradictions": odd, "contradiction_count": sum(odd.values()),
         "reasoning_snippet": reasoning[:SNIPPET] + "..." * (len(reasoning) > SNIPPET),
     }  # fmt: skip
     for name, fields in FIELDS.items():
         if name != "contradictions" or any(odd.values()):
             yield name, {field: facts[field] for field in fields}
-
-
-def _performance(overlap: float) -> str:
-    return "excellent" if overlap > 0.8 else "good" if overlap > 0.5 else "poor" if overlap > 0.1 else "failed"
 
 
 def _contradictions(calls: int, overlap: float, reasoning: str) -> dict[str, bool]:
@@ -107,7 +102,7 @@ def _contradictions(calls: int, overlap: float, reasoning: str) -> dict[str, boo
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0, or 2 with one line that says why there is nothing to read."""
-    parser = argparse.ArgumentParser(prog="python -m rayloop.recipes.arc_vision.telemetry", description="See the recipe's README.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.evidence.telemetry", description="See the recipe's README.")
     parser.add_argument("runs", type=Path, nargs="+", help="run folders")
     runs: list[Path] = parser.parse_args(arguments).runs
     for run in runs:
