@@ -1,9 +1,7 @@
 """The bodies of ``POST /v1/judge``: items to judge, and for each a verdict or the reason why there is none."""
 
-from __future__ import annotations
-
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -82,7 +80,7 @@ class JudgeVerdict(JudgeMessage):
     decided_by: Decider
 
     @model_validator(mode="after")
-    def _agrees(self) -> JudgeVerdict:
+    def _agrees(self) -> Self:
         if (self.verdict is VerdictKind.CORRECT) != (self.score >= 0.5):
             raise ValueError(f"the verdict {self.verdict} contradicts the score {self.score:g}")
         return self

@@ -33,8 +33,7 @@ class Gate(SettingsModel):
 @dataclass(frozen=True, slots=True)
 class Score:
     """Figures over ``count`` items with a verdict; NaN where there is nothing to divide by. ``false_positives``: the share of items
-    labelled incorrect that were judged correct; ``false_negatives`` the other way round. ``attack_rate``: the share of the
-    ``attacks`` that were judged correct."""
+    labelled incorrect that were judged correct; ``false_negatives`` the other way round. ``attack_rate``: of ``attacks``."""
 
     name: str
     count: int
@@ -140,8 +139,7 @@ class DriftWatch:
     async def check(self) -> float | None:
         """The share of verdicts that differ from an item's first, with a warning beyond the tolerance; None for the first check."""
         answers = await measure(self.client, self.items, self.patience, fresh=True)
-        pairs = zip(self.items, answers, strict=True)
-        now = {one.id: answer.verdict for one, answer in pairs if isinstance(answer, JudgeVerdict)}
+        now = {one.id: answer.verdict for one, answer in zip(self.items, answers, strict=True) if isinstance(answer, JudgeVerdict)}
         differ = [verdict != self.first[key] for key, verdict in now.items() if key in self.first]
         self.first = now | self.first
         if not differ:

@@ -143,8 +143,7 @@ class JudgeClient:
         question.waiters += 1
         transport.WAITING.set(len(self._questions))
         try:
-            left = max(deadline - asyncio.get_running_loop().time(), 0.0)
-            done, _ = await asyncio.wait({question.future}, timeout=left)
+            done, _ = await asyncio.wait({question.future}, timeout=max(deadline - asyncio.get_running_loop().time(), 0.0))
             return question.future.result() if done else self._none()
         finally:
             question.waiters -= 1

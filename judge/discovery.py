@@ -1,7 +1,5 @@
 """Discovery of the judge: it writes its address to a file on a shared file system, and clients read that file."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -58,7 +56,7 @@ class FileDiscovery:
         path: str = "runs/judge.json"
         """The file that the judge writes; on a file system that both see."""
 
-    def __init__(self, settings: FileDiscovery.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.path = local_path(settings.path)
 
     async def __call__(self) -> Address:
@@ -88,8 +86,7 @@ def withdraw(path: Path, address: Address) -> None:
 
 
 def read_key(path: str) -> str:
-    """The bearer key in a file that only its owner can read; "" for no file. Raises ConfigError, and InfrastructureFailure when the
-    file system is in trouble."""
+    """The bearer key in a file that only its owner can read; "" for no file. Raises ConfigError, InfrastructureFailure."""
     if not path:
         return ""
     file = local_path(path)

@@ -42,15 +42,13 @@ class ChatModel(Protocol):
 
     async def reply(self, messages: Sequence[Mapping[str, Any]], schema: Mapping[str, Any]) -> Reply:
         """The reply to chat messages (OpenAI's form), constrained to the JSON schema. Raises InfrastructureFailure when the engine
-        fails, DeadlineExceeded when it takes too long, and DataFailure when it refuses these messages (too long for it, an image
-        that it cannot read)."""
+        fails, DeadlineExceeded when it takes too long, and DataFailure when it refuses the messages (too long, a broken image)."""
 
 
 def fingerprint(
     label: BackendLabel, rubrics: Mapping[str, Rubric], model: ChatModel | None = None, identity: Mapping[str, Any] = {}
 ) -> str:
-    """The digest of all that a verdict depends on: backend, model, its sampling and identity, rubrics, and the versions of the
-    rules, the prompt and the parser of replies."""
+    """The digest of all that decides a verdict: backend, model, sampling, identity, rubrics; versions of rules, prompt, parser."""
     code = {"rules": rules.VERSION, "prompt": prompt.VERSION, "reply": prompt.REPLY_VERSION}
     about = [label, model.name, dict(model.settings), dict(identity)] if model else [label]
     parts = [*about, {name: rubric.digest for name, rubric in rubrics.items()}, code]

@@ -1,6 +1,5 @@
 """What the model is asked, and how its reply is read. The prompt has instructions and examples first (a shared prefix), then the
-item, with the candidate fenced as data. A reply is one JSON object of the rubric's form, or no verdict; a substring is never
-enough."""
+item, with the candidate fenced as data. A reply is one JSON object of the rubric's form, or no verdict; no part of it counts."""
 
 import base64
 import json
@@ -20,24 +19,9 @@ VERSION = 2
 """Part of the judge's fingerprint. Raise it with every change of the prompt."""
 _LONGEST = 80
 """Characters of the longest special token that is removed."""
-_SPECIAL = re.compile(
-    r"<[|｜][^<>]*[|｜]>"  # <|im_start|>, <|vision_pad|>, <|endoftext|>, <｜User｜>
-    r"|<<\s*/?\s*SYS\s*>>"
-    r"|<\[[^<>]*\]>|[\[\]][~!]+[a-z]*\[|\][~!]+[a-z]*[\[\]]|\[[a-z]~\["  # <[begin▁of▁sentence]>, ]~b], [e~[
-    r"|<\s*/?\s*(?:"
-    r"s|bos|eos|eot|eod|pad|unk|mask|sep|cls|sop|eop|image|img|video|audio|box|ref|quad|point|patch|object|img_?context"
-    r"|(?:start|end|begin)_of_\w+|\w+_(?:token|start|end|pad|context)|(?:unused|reserved|extra|special|added|placeholder)\w*?_?\d+"
-    r"|(?:fim|repo|file|gh|doc|row|fake|global|empty|arg|ctrl|seed|minimax|pad)[-_:]\w+(?:[-:]\w+)*|reponame|ctrl\d+|role|observation|human"
-    r"|r\d+|escape|global-img"
-    r"|0x[0-9a-f]{2}|answer|think|tools?|tool_\w+|function\w*|interpreter|system|user|assistant|model|candidate[\w-]*"
-    r")\s*/?\s*>"
-    r"|(?-i:\[\s*/?\s*(?:IMG|IMAGE|VIDEO|AUDIO|TOOL_CALLS?|TOOL_RESULTS?|TOOL_CONTENT|AVAILABLE_TOOLS|SYSTEM_PROMPT|MODEL_SETTINGS"
-    r"|PREFIX|MIDDLE|SUFFIX|ARGS|CALL_ID|THINK|IMG_\w+|gMASK|sMASK|MASK|CLS|SEP|PAD|UNK|BOS|EOS|BEGIN_\w+|END_\w+|control_\d+"
-    r"|unused\d+)\s*\])|\[\s*/?\s*INST\s*\]",
-    re.IGNORECASE,
-)
-"""Tokens of chat templates and of images, of the Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT, Command, StarCoder,
-Idefics, MiniMax and Seed families."""
+_TOKENS = Path(__file__).with_name("data") / "special_tokens.txt"
+_SPECIAL = re.compile("".join(_TOKENS.read_text(encoding="utf-8").splitlines()), re.IGNORECASE)
+"""Tokens of templates and images: Qwen, Llama, Mistral, Gemma, GLM, DeepSeek, InternVL, BERT, Command, StarCoder, MiniMax, Seed."""
 _INVISIBLE = {"Cc", "Cf", "Co", "Cs", "Cn"}
 IMAGES = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 """File suffix -> image type, of the images that a model may be shown."""

@@ -1,7 +1,5 @@
 """The judge as a reward source: the verdict on every trajectory, or the configured policy. A failed judge is never a zero."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -85,7 +83,7 @@ class JudgeReward:
         drift_tolerance: float = Field(0.1, ge=0, le=1)
         """The share of the subset's verdicts that may differ from those at the start before a warning is logged."""
 
-    def __init__(self, settings: JudgeReward.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
         folder = local_path(settings.rubrics) if settings.rubrics else FOLDER
         rubrics = load_rubrics(folder)
@@ -135,7 +133,7 @@ class JudgeReward:
             rubric=self._rubric.name, source=sanitise(source, 128), images=images,
         )  # fmt: skip
         if self.settings.rules_first and (known := decide(self._rubric, item)) is not rules.UNDECIDED:
-            return self._scored(float(bool(known.correct)), by_model=0.0)
+            return self._scored(float(bool(known.correct)), 0.0, f"{known.rule}: {known.reason}")
         if trial and (why := await self._absent()):
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, why)
         self._watch_drift()
@@ -145,7 +143,7 @@ class JudgeReward:
         result = await self._ask(item, asyncio.get_running_loop().time() + patience)
         if isinstance(result, JudgeVerdict):
             changed = ("judge_changed",) if result.fingerprint != self.client.fingerprints[0] else ()
-            return self._scored(result.score, float(result.decided_by == "model"), changed)
+            return self._scored(result.score, float(result.decided_by == "model"), result.reason, changed)
         if result.kind is NoVerdict.INVALID and self.settings.on_invalid == "fail":
             return Scored(0.0, {"correct": 0.0}, ("judge_invalid",))
         if trial or result.kind is NoVerdict.INVALID or self.settings.on_unavailable == "exclude":
@@ -233,9 +231,9 @@ class JudgeReward:
             self._checking = asyncio.create_task(self._drift.check())
             self._checking.add_done_callback(_report)
 
-    def _scored(self, value: float, by_model: float, flags: tuple[str, ...] = ()) -> Scored:
+    def _scored(self, value: float, by_model: float, reason: str, flags: tuple[str, ...] = ()) -> Scored:
         self._excluded.append(False)
-        return Scored(value, {"correct": float(value >= 0.5), "by_model": by_model}, flags)
+        return Scored(value, {"correct": float(value >= 0.5), "by_model": by_model}, flags, reason=reason)
 
     def _exclude(self, result: JudgeUnscored) -> Unscored:
         self._excluded.append(True)

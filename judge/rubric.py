@@ -1,7 +1,5 @@
 """Rubrics (judge/rubrics), one versioned YAML file each, and items with a known verdict (judge/data)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -9,7 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -57,7 +55,7 @@ class Rubric(SettingsModel):
     examples: dict[str, list[Example]]
 
     @model_validator(mode="after")
-    def _consistent(self) -> Rubric:
+    def _consistent(self) -> Self:
         if missing := {DEFAULT, *self.sources, *self.formulas} - set(self.examples):
             raise ValueError(f"examples: no set named {', '.join(sorted(missing))}")
         for name, examples in self.examples.items():

@@ -136,7 +136,7 @@ class JudgeConnection:
             raise Transient("unexpected", f"{self.url}: {type(error).__name__}: {error}") from error
         if response.is_success:
             return response.content
-        message = f"{self.url}{path}: HTTP {response.status_code}: {response.text[:200]}"
+        message = f"{self.url}{path}: HTTP {response.status_code}: {response.text[:1000]}"
         if response.status_code in PASSING or response.status_code >= 500:
             raise Transient(str(response.status_code), message, retry_after(response.headers.get("retry-after", "")))
         raise JudgeRefused(response.status_code, message)

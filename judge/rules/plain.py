@@ -1,6 +1,5 @@
 """The answer in a policy's text, and texts without what never changes an answer: mark-up, lead-in, blanks, final punctuation.
-Everything else stays: superscripts (5² is not 52), digits of other scripts, brackets, order, and the case of short words, units,
-symbols and codes."""
+Everything else stays: superscripts (5² is not 52), digits of other scripts, brackets, order, the case of short words and units."""
 
 import re
 import unicodedata

@@ -153,8 +153,7 @@ def _quantity(found: re.Match[str], magnitude: int, unit: str, form: Form) -> Qu
     if found["top"]:
         written = f"{found['top']}/{found['bottom']}"
         return Quantity(sign * Fraction(written), unit, "fraction", Fraction(0), written)
-    power = magnitude + int(found["power"] or found["exponent"] or 0)
-    scale = Fraction(10) ** power
+    scale = Fraction(10) ** (magnitude + int(found["power"] or found["exponent"] or 0))
     step = scale / 10 ** len(found["number"].partition(".")[2])
     if found["power"] or found["exponent"]:
         form = "power" if found["power"] else "exponent"

@@ -222,5 +222,4 @@ def option(text: str) -> tuple[str, str] | None:
     found = _OPTION.fullmatch(text)
     if found is None:
         return None
-    letter = next(part for part in found.groups()[:3] if part)
-    return letter, found.group(4).strip()
+    return next(part for part in found.groups()[:3] if part), found.group(4).strip()

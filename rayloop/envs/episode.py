@@ -6,9 +6,11 @@ import dataclasses
 import logging
 import math
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -117,13 +119,9 @@ def _forgotten(renderer: Renderer, exchange: Exchange) -> Rendered:
 
 
 async def play(
-    request: RolloutRequest,
-    environment: Instance,
-    renderer: Renderer,
-    settings: EpisodeSettings,
-    generate: Generate,
+    request: RolloutRequest, environment: Instance, renderer: Renderer, settings: EpisodeSettings, generate: Generate,
     prompts: FirstPrompts | None = None,
-) -> Trajectory:
+) -> Trajectory:  # fmt: skip
     """Make the environment, play one episode and close it, also when cancelled. ``prompts`` is shared with others of its call.
     Raises DataFailure, OverLongPrompt, EnvironmentHung, EnvironmentFailed, and whatever ``generate`` raises."""
     try:
@@ -177,12 +175,12 @@ class _Episode:
         return None if result is None else float(result)
 
     async def _begin(self) -> None:
-        settings = self.settings
-        await self._blamed("__init__", self.environment.make(settings.reset_timeout))
-        first: Observation = await self._call("reset", self.request.task, timeout=settings.reset_timeout)
+        began, settings = time.time(), self.settings
+        await self._blamed("__init__", self.environment.make(settings.step_timeout))
+        first: Observation = await self._call("reset", self.request.task, timeout=settings.step_timeout)
         self._check("reset", "return Observation", first)
-        tools = await self._call("tools", timeout=settings.reset_timeout)
-        rendered = await self.prompts.of(first.messages, tools, settings.reset_timeout)
+        tools = await self._call("tools", timeout=settings.step_timeout)
+        rendered = await self.prompts.of(first.messages, tools, settings.step_timeout)
         limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
         if len(rendered.token_ids) > limit:
             raise OverLongPrompt(len(rendered.token_ids), limit)
@@ -190,7 +188,7 @@ class _Episode:
             reason = f"the prompt has {len(rendered.images)} images, max_images is {settings.max_images}"
             raise DataFailure(self.request.task.id, reason)
         self.prompt = rendered
-        self._append("prompt", rendered)
+        self._append("prompt", rendered, times=(began, time.time()))
 
     async def _turn(self, index: int) -> EndReason | None:
         """Sample one turn and let the environment answer it. Returns why the episode ends, None when it goes on."""
@@ -203,13 +201,14 @@ class _Episode:
         except ToolDeadline as error:
             logger.info("%s: %s", self.request.id, error)
             return EndReason.TOOL_DEADLINE
+        times = (*completion.times, time.time()) if completion.times else ()
         if not isinstance(step, StepResult):
             raise self._wrong("step", "return StepResult", step)
         if step.observation is not None:
             self._check("step", "return StepResult with observation Observation or None", step.observation)
         goes_on = step.error is not None or not (step.done or step.observation is None)
         executed = step.error is None if goes_on else None
-        self.turns[-1] = dataclasses.replace(self.turns[-1], executed=executed, reward=self._reward(step.reward))
+        self.turns[-1] = dataclasses.replace(self.turns[-1], executed=executed, reward=self._reward(step.reward), times=times)
         if step.error is not None and (step.done or self.settings.on_error == "end"):
             return EndReason.ACTION_ERROR
         if step.done or step.observation is None:
@@ -269,8 +268,7 @@ class _Episode:
         room = self.settings.max_tokens - len(self.token_ids if anew is None else anew.token_ids)
         if (most := self.settings.max_response_tokens) is None:
             return room
-        answered = [turn for turn in self.turns[1:] if not turn.restart]
-        return min(room, most - sum(len(turn.token_ids) for turn in answered))
+        return min(room, most - sum(len(turn.token_ids) for turn in self.turns[1:] if not turn.restart))
 
     async def _anew(self, completion: Completion, observation: Rendered) -> Rendered | None:
         """The context up to ``completion`` with room for the images of ``observation``."""
@@ -279,9 +277,9 @@ class _Episode:
             begun_anew, self.renderer, self.prompt, self.exchanges, completion.token_ids, room, timeout=self.settings.step_timeout
         )
 
-    def _append(self, role: str, rendered: Rendered, *, restart: bool = False) -> None:
-        refs = tuple(image.ref for image in rendered.images)
-        self.turns.append(Turn(role, rendered.token_ids, refs, restart=restart))
+    def _append(self, role: str, rendered: Rendered, *, restart: bool = False, times: tuple[float, ...] = ()) -> None:
+        images = tuple(image.ref for image in rendered.images)
+        self.turns.append(Turn(role, rendered.token_ids, images, restart=restart, times=times))
         self.token_ids += rendered.token_ids
         self.images += rendered.images
         self.image_bytes |= {image.ref.sha256: image.data for image in rendered.images if image.data is not None}
@@ -323,8 +321,7 @@ class _Episode:
                 raise self._wrong(method, "give Observation a tuple of Message", message)
 
     def _wrong(self, method: str, rule: str, found: Any) -> EnvironmentFailed:
-        what = f"{self.environment.name}.{method} must {rule}, not {type(found).__name__}"
-        return EnvironmentFailed(what, bug=True)
+        return EnvironmentFailed(f"{self.environment.name}.{method} must {rule}, not {type(found).__name__}", bug=True)
 
 
 def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: int | None) -> Summary:
@@ -354,4 +351,9 @@ def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: i
         cut=any(turn.finish is FinishReason.LENGTH for turn in sampled),
         turn_rewards=tuple(turn.reward for turn in sampled),
         states=trajectory.states,
+        spans=tuple(
+            (name, *pair)
+            for turn in trajectory.turns
+            for name, pair in zip(("generate", "step") if turn.sampled else ("reset",), pairwise(turn.times), strict=False)
+        ),
     )

@@ -1,7 +1,5 @@
 """An agent of any make as an environment: a program that calls an OpenAI client leads the episode (docs/policy_endpoint.md)."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -14,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +22,7 @@ from rayloop.core.failures import AgentFailed, EnvironmentFailed, EnvironmentHun
 from rayloop.core.protocols import Observation
 from rayloop.core.threads import in_thread
 from rayloop.core.types import ImageSource, Task
-from rayloop.data.images import probe
+from rayloop.data.images import data_url, probe
 from rayloop.envs.agents import host
 
 HOST = host.__file__
@@ -191,5 +188,4 @@ def _content(parts: tuple[str | ImageSource, ...]) -> Any:
 
 def _image(source: ImageSource) -> dict[str, Any]:
     data, _, _ = probe(source)
-    kind = "jpeg" if data[:2] == b"\xff\xd8" else "webp" if data[8:12] == b"WEBP" else "png"
-    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{b64encode(data).decode()}"}}
+    return {"type": "image_url", "image_url": {"url": data_url(data)}}

@@ -1,13 +1,10 @@
-"""Tools that look at images: crop, zoom, rotate, inspect and wait, chosen by name, each returning an image; crop and rotate also
-under DeepEyes' names."""
-
-from __future__ import annotations
+"""Tools that look at images: crop, zoom, rotate, inspect and wait, each returning an image; two also have DeepEyes' names."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from PIL import Image, ImageDraw
@@ -45,12 +42,12 @@ class ImageTools(ToolCalls):
         """Seconds that an episode may really spend in ``wait``. Keep it below ``tool_timeout``."""
 
         @model_validator(mode="after")
-        def _waits_in_time(self) -> ImageTools.Settings:
+        def _waits_in_time(self) -> Self:
             if "wait" in self.image_tools and self.wait_limit >= self.tool_timeout:
                 raise ValueError(f"wait_limit {self.wait_limit} must be below tool_timeout {self.tool_timeout}")
             return self
 
-    def __init__(self, settings: ImageTools.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._looking = settings
 
@@ -62,17 +59,12 @@ class ImageTools(ToolCalls):
 
 @dataclass(frozen=True)
 class ImageTool:
-    """A function of an ``Album`` as a tool. ``properties``: of its arguments but ``image``; the first one is required."""
+    """A function of an ``Album`` as a tool. ``parameters``: the JSON schema of its arguments."""
 
     name: str
     description: str
-    properties: Mapping[str, Any]
+    parameters: Mapping[str, Any]
     function: Callable[..., ToolResult]
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """The JSON schema of its arguments."""
-        return {"type": "object", "properties": {**self.properties, "image": _IMAGE}, "required": [next(iter(self.properties))]}
 
     def __call__(self, **arguments: Any) -> ToolResult:
         """Raises ToolError for what the policy cannot have."""
@@ -106,7 +98,9 @@ class Album:
             ),
             "image_rotate_tool": ("Turns an image.", {"angle": angle}, self.rotate),
         }
-        return ImageTool(name, *tools[name])
+        about, own, function = tools[name]
+        parameters = {"type": "object", "properties": {**own, "image": _IMAGE}, "required": [next(iter(own))]}
+        return ImageTool(name, about, parameters, function)
 
     def crop(self, box: Any, image: int = 0) -> ToolResult:
         """The part of an image, in the image's own resolution. Raises ToolError."""

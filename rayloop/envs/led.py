@@ -26,7 +26,7 @@ async def play_led(
 ) -> Trajectory:
     """Play one episode. An agent that ends with an error after it was refused at a limit of the episode ends it with that reason;
     any other error is the environment's. Raises EnvironmentFailed, EnvironmentHung, OverLongPrompt, the engine's errors."""
-    await _blamed("__init__", environment.make(settings.reset_timeout))
+    await _blamed("__init__", environment.make(settings.step_timeout))
     session = Session(request, renderer, settings, generate, environment.model)
     reason = EndReason.DONE
     what = f"{environment.name} of task {request.task.id}"

@@ -1,7 +1,5 @@
 """Programs that the policy writes, in a sandbox: here (bubblewrap), in containers, or on SandboxFusion's servers; their tool."""
 
-from __future__ import annotations
-
 import base64
 import shlex
 import subprocess
@@ -206,12 +204,12 @@ class RunProgram:
         timeout: float = Field(10.0, gt=0)
         """Seconds for a program. Keep it 50 below ``episode.step_timeout``; ``tool_timeout`` does not count for it."""
 
-    def __init__(self, settings: RunProgram.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings, self._sandbox = settings, settings.sandbox.build()
         self.close = self._sandbox.close
 
     @staticmethod
-    def preflight(settings: RunProgram.Settings) -> str:
+    def preflight(settings: Settings) -> str:
         """Where programs run. Raises ConfigError when that is known not to work here."""
         if isinstance(settings.sandbox, LocalSandbox) and (why := bubblewrap.refused_here()):
             raise ConfigError(f"sandbox.kind: local runs no program here: {why}. Choose another kind (docs/security.md, Programs)")

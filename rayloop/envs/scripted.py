@@ -1,7 +1,5 @@
 """An environment that follows a script whatever the policy says: for tests, demonstrations and load measurements."""
 
-from __future__ import annotations
-
 import time
 
 from PIL import Image
@@ -23,8 +21,7 @@ class ScriptedImage(SettingsModel):
 
     def source(self) -> ImageSource:
         """The picture as PNG."""
-        ramp = Image.linear_gradient("L").rotate(90).resize((self.width, self.height)).convert("RGB")
-        return ImageSource(data=png(ramp))
+        return ImageSource(data=png(Image.linear_gradient("L").rotate(90).resize((self.width, self.height)).convert("RGB")))
 
 
 class ScriptedStep(SettingsModel):
@@ -55,7 +52,7 @@ class ScriptedTool:
         result: float | None = None
         """What the environment reports as the episode's result."""
 
-    def __init__(self, settings: ScriptedTool.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._steps = iter(settings.steps)
 

@@ -66,10 +66,9 @@ class EpisodeSettings(SettingsModel):
     and is a sequence of its own for the trainer (``forget``, for long episodes on screens)."""
     on_error: Literal["continue", "end"] = "continue"
     """An action the environment could not use: show the error to the policy (DeepEyes), or end as action_error (PyVision)."""
-    reset_timeout: float = Field(60.0, gt=0)
-    """Seconds for making the environment, and again for ``reset``. Raise it for what starts slowly, such as a desktop."""
     step_timeout: float = Field(60.0, gt=0)
-    """Seconds for one ``step`` or ``evaluate``. Keep it above the environment's own ``tool_timeout``, which then passes first."""
+    """Seconds for making the environment, and again for each ``reset``, ``step`` and ``evaluate``. Raise it for what starts slowly,
+    such as a desktop. Keep it above the environment's own ``tool_timeout``, which then passes first."""
 
 
 class SamplingSettings(SettingsModel):

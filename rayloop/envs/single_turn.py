@@ -1,7 +1,5 @@
 """The environment of question and answer: the prompt is the task's messages, the first answer ends the episode."""
 
-from __future__ import annotations
-
 from rayloop.config.settings import SettingsModel
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import Task
@@ -15,7 +13,7 @@ class SingleTurn:
     class Settings(SettingsModel):
         """Nothing to set."""
 
-    def __init__(self, settings: SingleTurn.Settings) -> None: ...
+    def __init__(self, settings: Settings) -> None: ...
 
     def reset(self, task: Task) -> Observation:
         """Show the task's messages."""

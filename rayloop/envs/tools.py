@@ -1,9 +1,8 @@
 """Tools in a conversation: the policy calls one (``rayloop/chat/calls.py``) and sees its text and images."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -15,18 +14,7 @@ from rayloop.core.protocols import Environment, Observation, StepResult, Tool, T
 from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
 
-_INSTRUCTIONS = """\
-# Tools
-
-You may call one of these functions in a turn, and see its result before you go on. Their signatures are within <tools></tools>:
-<tools>
-{tools}
-</tools>
-
-To call a function, write a JSON object with its name and arguments within {call}{called}:
-{call}
-{{"name": <function-name>, "arguments": <args-json-object>}}
-{called}"""
+_INSTRUCTIONS = (Path(__file__).parent / "prompts" / "tools.txt").read_text(encoding="utf-8").rstrip()
 
 
 Schema = dict[str, Any]
@@ -95,7 +83,7 @@ class ToolCalls:
         """Where tools are described: ``template`` gives their schemas to the chat template (Qwen3-VL, Hermes), ``prompt`` writes a
         system message (Qwen2.5-VL's template ignores tools), ``nowhere`` leaves it to the row's prompt."""
 
-    def __init__(self, settings: ToolCalls.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._tools: dict[str, _Checked] = {}
 

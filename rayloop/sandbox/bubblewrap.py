@@ -1,8 +1,6 @@
 """A bubblewrap command line (a program with the system's folders read-only, no network, sized folders to write to), and the users
 of such programs: numbers without a name, one for each program that root starts."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os
@@ -99,17 +97,10 @@ Proc = Literal["fresh", "host", "none"]
 
 
 def command(
-    program: Sequence[str],
-    *,
-    read: Iterable[str] = (),
-    write: Mapping[str, str] | None = None,
-    folders: Mapping[str, int] | None = None,
-    environment: Mapping[str, str] | None = None,
-    uid: int | None = None,
-    proc: Proc = "fresh",
-    options: Sequence[str] = (),
-    beside: tuple[Sequence[str], int | None] | None = None,
-) -> list[str]:
+    program: Sequence[str], *, read: Iterable[str] = (), write: Mapping[str, str] | None = None,
+    folders: Mapping[str, int] | None = None, environment: Mapping[str, str] | None = None, uid: int | None = None,
+    proc: Proc = "fresh", options: Sequence[str] = (), beside: tuple[Sequence[str], int | None] | None = None,
+) -> list[str]:  # fmt: skip
     """The command line that runs ``program`` in namespaces of its own (user, process ids, mounts, IPC, host name, network: none).
     It ends with the thread that starts it. It sees ``OF_USR`` and ``SYSTEM``; the paths of ``read``, read-only; those of ``write``
     (here -> inside), which ``uid`` must be able to write; and ``folders``, empty ones in memory (path -> bytes; /tmp has 64 MiB and
@@ -139,8 +130,7 @@ def command(
             line += [*_parents(path), "--ro-bind", path, path]
     for here, inside in (write or {}).items():
         line += [*_parents(inside), "--bind", here, inside]
-    variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", **(environment or {})}
-    for name, value in variables.items():
+    for name, value in {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", **(environment or {})}.items():
         line += ["--setenv", name, value]
     line += ["--chdir", "/tmp", *options, "--remount-ro", "/"]
     if beside is None:
@@ -205,7 +195,6 @@ def _system_links() -> Iterator[str]:
 
 def _parents(path: str) -> Iterator[str]:
     """The folders above ``path``, readable by all: bwrap 0.8 would make them for root alone."""
-    above = [str(folder) for folder in reversed(Path(path).parents)][1:]
-    for folder in above:
+    for folder in [str(folder) for folder in reversed(Path(path).parents)][1:]:
         if folder not in ("/usr", "/tmp", "/dev"):
             yield from ("--perms", "0755", "--dir", folder)

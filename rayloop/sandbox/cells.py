@@ -1,8 +1,6 @@
 """Inside the sandbox: a Python that keeps its names between calls, and answers each with the text and figures of the code. It runs
 in the same process as the code, so code can change every answer: the host trusts none of them."""
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import io
@@ -86,8 +84,7 @@ class Video:
         if self._animated:
             self._animated.seek(index)
         shown = self._animated or self._open(index)
-        array = importlib.import_module("numpy").asarray(shown.convert("RGB"))
-        return array.view(_frame_type())
+        return importlib.import_module("numpy").asarray(shown.convert("RGB")).view(_frame_type())
 
     def get_batch(self, indices: Sequence[int]) -> Any:
         """Several frames, [n, height, width, 3]."""

@@ -1,7 +1,5 @@
 """Inside the sandbox: a new interpreter confines itself, in this order, before it runs any code."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,8 +1,6 @@
 """Messages between a process and a child that it started: 4 bytes of length, a JSON header, and the blobs whose sizes it names.
 Standard library and Python 3.9 only: it also runs inside of sandboxes, and in interpreters where rayloop is not installed."""
 
-from __future__ import annotations
-
 import json
 import socket
 import struct

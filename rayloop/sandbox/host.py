@@ -1,7 +1,5 @@
 """Outside of the sandbox: a fork server and its interpreters. Calls block up to a deadline, and may come from any thread."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -47,7 +45,7 @@ class CodeResult:
 class Interpreter:
     """A Python that keeps its names between calls. Not for several threads at once. Ended by ``close``, or when a call failed."""
 
-    def __init__(self, connection: socket.socket, pidfd: int, user: bubblewrap.User | None, server: _Server) -> None:
+    def __init__(self, connection: socket.socket, pidfd: int, user: bubblewrap.User | None, server: "_Server") -> None:
         self._connection, self._pidfd, self._user, self._server = connection, pidfd, user, server
         self._channel = frames.Channel(connection, frames.MOST_ANSWERED)
         self._lock, self.closed = threading.Lock(), False

@@ -1,7 +1,5 @@
 """Namespaces, mounts, capabilities and Landlock of this process, by ctypes: Python 3.11 has no functions for them."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

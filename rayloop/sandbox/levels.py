@@ -1,7 +1,5 @@
 """Which level this machine gives, proven by attacks and not by version numbers."""
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil
@@ -66,8 +64,7 @@ def reached() -> Reached:
 
 
 def attack(level: Level) -> tuple[str, ...]:
-    """The names of the attacks that fail at ``level``. Raises SandboxFailed when it cannot be started, and when an interpreter that
-    hangs is not ended."""
+    """The names of the attacks that fail at ``level``. Raises SandboxFailed when it cannot be started, or does not end a hang."""
     folder = tempfile.mkdtemp(prefix="sandbox-test-")
     os.chmod(folder, 0o755)
     bait = Path(folder) / "file"

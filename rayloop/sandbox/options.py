@@ -1,7 +1,5 @@
 """Levels of confinement, limits, and the errors of the sandbox."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 
@@ -12,7 +10,7 @@ class Level(enum.StrEnum):
     PROCESS = "process"
     """A process with limits and an empty environment; started by root, of a user of its own. No protection from code that tries."""
     FILTERED = "filtered"
-    """No system calls but those of rayloop/sandbox/calls.py, no files but Python's own (Landlock), none to write, no threads."""
+    """No system calls but those of rayloop/sandbox/calls.json, no files but Python's own (Landlock), none to write, no threads."""
     NAMESPACES = "namespaces"
     """Nothing of this machine is there: processes, files, network. 64 MiB of files of its own, threads."""
 

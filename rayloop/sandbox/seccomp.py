@@ -1,8 +1,5 @@
-"""Filters of system calls, by the lists of rayloop/sandbox/calls.py. They need no privilege and no library. A refused call fails
-with EPERM; one that is newer than the lists with ENOSYS, so that libraries use an older one. Calls by numbers of other machines (32
-bit, x32) end the process."""
-
-from __future__ import annotations
+"""Filters of system calls, by the lists of rayloop/sandbox/calls.json. They need no privilege and no library. A refused call fails
+with EPERM; one newer than the lists with ENOSYS: libraries use an older one. Numbers of other machines (x32) end the process."""
 
 import ctypes
 import errno

@@ -1,8 +1,6 @@
 """Inside the sandbox: the fork server. It has loaded what interpreters need; each is a fork that confines itself before code runs.
 It runs no code itself, has one thread, and ends with its host: the control socket is closed then."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -47,8 +45,7 @@ def main(text: str) -> NoReturn:
 
 
 def _own_pids(control: socket.socket) -> int:
-    """Go on as process 1 of a pid namespace of one's own, and return its descriptor: only so may one come back to it after a fork
-    into another. Raises OSError."""
+    """Go on as process 1 of a new pid namespace, and return its descriptor, to come back from another one. Raises OSError."""
     kernel.enter_user_namespace(0)
     kernel.unshare(kernel.NEW_MOUNTS, kernel.NEW_PID)
     if os.fork():
@@ -130,7 +127,8 @@ class ForkServer:
     def _become(self, connection: socket.socket, folder: str, user: int | None) -> NoReturn:
         """In the child: confine it, report that, and serve. Never returns into the server."""
         try:
-            _reseed()
+            if "numpy.random" in sys.modules:  # its generator is a copy of the server's; Python's own seeds itself
+                sys.modules["numpy.random"].seed()
             connection = confine.confine(self._settings, connection, folder, user)
             frames.send(connection, {"ready": True})
         except BaseException as error:
@@ -162,12 +160,6 @@ class ForkServer:
         for pid in self._children:
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
-
-
-def _reseed() -> None:
-    """numpy's generator is a copy of the server's after a fork; Python's own seeds itself."""
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
 
 
 def _remove(folder: str) -> None:

@@ -51,7 +51,7 @@ def played(given: Mapping[str, Any], row: Mapping[str, Any], says: Callable[[str
         environments = Environments(kind, {})
         asked = Task("t", (Message("user", ("Play.",)),), extra=dict(row))
         request = RolloutRequest(asked, TrajectoryId(0, 0), 0, 5, Sampling(max_tokens=256))
-        limits = EpisodeSettings(environment=kind, max_turns=max_turns, reset_timeout=120, step_timeout=120)
+        limits = EpisodeSettings(environment=kind, max_turns=max_turns, step_timeout=120)
         try:
             return await play(request, environments.of(asked), renderer, limits, generate)
         finally:

@@ -361,13 +361,20 @@ def unknown(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
     return {**tensors, "stray.weight": torch.zeros(2)}
 
 
+def unknown_between(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    """Between two parts of a layer that an engine may merge."""
+    given = list(tensors.items())
+    at = 1 + list(tensors).index("model.layers.0.self_attn.q_proj.weight")
+    return dict([*given[:at], ("stray.weight", torch.zeros(2)), *given[at:]])
+
+
 def flipped(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
     damaged = tensors["model.norm.weight"].clone()
     damaged.view(torch.uint8)[0] ^= 1
     return {**tensors, "model.norm.weight": damaged}
 
 
-DAMAGE = [(dropped, False), (unknown, False), (flipped, False), (dropped, True), (unknown, True)]
+DAMAGE = [(dropped, False), (unknown, False), (flipped, False), (dropped, True), (unknown, True), (unknown_between, True)]
 
 
 @pytest.mark.parametrize(("damage", "sent_that_way"), DAMAGE)

@@ -515,11 +515,14 @@ def test_it_dies_with_the_actor(fault: str, tmp_path: Path) -> None:
     actor = subprocess.Popen(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
     try:
         assert until(lambda: len(list(tmp_path.iterdir())) == 2, 60)
-        time.sleep(0.5)
         pids = [int(file.name) for file in tmp_path.iterdir()]
-        started = [child for pid in pids for child in children(pid)]
+
+        def guards() -> list[int]:
+            return [child for pid in pids for child in children(pid)]
+
+        assert until(lambda: len(guards()) == 2 + (fault == "child"), 60), "each has its guard"
+        started = guards()
         assert not any(map(gone, pids))
-        assert len(started) == 2 + (fault == "child"), "each has its guard"
     finally:
         actor.kill()
         actor.wait()

@@ -19,7 +19,7 @@ from rayloop.core.failures import ConfigError, FilterBroken
 from rayloop.core.groups import Group, TrajectoryState
 from rayloop.core.types import EndReason
 from rayloop.grpo.advantage import with_advantages
-from rayloop.grpo.filters import EqualRewards, Filter, FilterSettings, KeepEndReasons, MaxLength, build_filters
+from rayloop.grpo.filters import Filter, FilterSettings, KeepEndReasons, MaxLength, build_filters
 from rayloop.grpo.selection import apply_filters
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings
 from tests.support.pages import write_snippets
@@ -32,12 +32,7 @@ def few_turns(group: Group, most: int = 1) -> dict[int, str]:
 
 SHIPPED = [model for model in models(FilterSettings) if model is not Component]
 DEFAULTS: list[Any] = [model() for model in SHIPPED]
-OTHERS = [
-    EqualRewards(tolerance=0.5),
-    MaxLength(tokens=10),
-    KeepEndReasons(keep=()),
-    *build_filters([Component(use=f"{__name__}:few_turns")]),
-]
+OTHERS = [MaxLength(tokens=10), KeepEndReasons(keep=()), *build_filters([Component(use=f"{__name__}:few_turns")])]
 FILTERS: list[Filter] = [*DEFAULTS, *OTHERS]
 
 

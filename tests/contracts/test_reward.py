@@ -275,12 +275,9 @@ def test_the_rewards_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     folder = write_snippets("bring_your_own/reward.md", tmp_path)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.chdir(folder)
-    for name in ("reward", "rare"):
-        check_components(load(folder / f"{name}.yaml", [], RewardSettings))
-    simple, rare = Case("my_reward:score"), Case("rare:score_group", per="group")
-    stub = JudgeStub()
+    check_components(load(folder / "reward.yaml", [], RewardSettings))
+    simple, stub = Case("my_reward:score"), JudgeStub()
     assert judged(simple, stub, "3", "14") == [Scored(1.0, {"characters": 1.0}), Scored(0.0, {"characters": 2.0})]
-    assert values(judged(rare, stub, "3", "4", "3")) == [0.5, 0.0, 0.5]
     asked = Case("client:Asked", options={"url": "http://127.0.0.1:9"})
     assert httpx.HTTPError in around(asked.source(stub))
     made = asked.source(stub)

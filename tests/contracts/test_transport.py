@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import ray
-import torch
 import yaml
 
 from rayloop.config.settings import check_components
@@ -29,16 +28,13 @@ pytestmark = pytest.mark.timeout(300)
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "object_store": {"kind": "object_store"},
-    "filesystem": {"kind": "filesystem"},
     "collective": {"kind": "collective"},
-    "cuda_ipc": {"kind": "cuda_ipc"},
     "page": {"use": "shared_folder.py:SharedFolder"},
 }
 """What stands in the configuration under ``weight_sync.transport``; ``page`` is that of docs/bring_your_own/transport.md."""
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="cuda_ipc needs a GPU that sender and receivers share")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=NO_GPU if name == "cuda_ipc" else ()) for name in TRANSPORTS])
+@pytest.fixture(params=list(TRANSPORTS))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -57,7 +53,7 @@ def chosen(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def stage(kind: str, folder: Path) -> Stage:
-    return Stage(folder, 2, chosen(kind, folder), gpus=0.25 if kind == "cuda_ipc" else 0.0, timeout=25.0)
+    return Stage(folder, 2, chosen(kind, folder), timeout=25.0)
 
 
 @pytest.mark.usefixtures("_cluster")
@@ -109,8 +105,6 @@ def halves(kind: str, folder: Path) -> tuple[WeightUpdate[Any], Any]:
 
 def test_the_engine_goes_on_whatever_happens(kind: str, tmp_path: Path) -> None:
     """It is paused while it loads, and resumed when that fails."""
-    if kind == "cuda_ipc":
-        pytest.skip("a process cannot open its own memory's handles")
     packed, receiver = halves(kind, tmp_path)
 
     class Refusing(Engine):

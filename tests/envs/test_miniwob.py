@@ -103,7 +103,7 @@ def test_the_members_of_a_group_begin_in_one_state_and_equal_actions_keep_it(tmp
 
     def states(act: str, seed: int) -> tuple[str, ...]:
         said, asked = [(act, END), (look, END)], request(task("click-checkboxes", seed), max_tokens=200)
-        limits = {"max_turns": 2, "max_tokens": 5000, "reset_timeout": 60, "step_timeout": 60}
+        limits = {"max_turns": 2, "max_tokens": 5000, "step_timeout": 60}
         return run(renderer, MiniWob(MiniWob.Settings()), said, asked, **limits)[0].states
 
     first, again, other, elsewhere = states(click, 1), states(click, 1), states(look, 1), states(click, 2)

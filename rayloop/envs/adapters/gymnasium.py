@@ -1,11 +1,9 @@
 """Environments of gymnasium: screens as images, the policy's text as an action. The package is the extra ``gymnasium``."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -37,7 +35,7 @@ class GymSettings(SettingsModel):
     """What ``evaluate`` returns: the sum of the rewards, or the last one where that says whether the goal was reached."""
 
     @model_validator(mode="after")
-    def _there(self) -> GymSettings:
+    def _there(self) -> Self:
         needs("gymnasium", "gymnasium")
         for module in self.imports:
             needs(module.partition(".")[0])

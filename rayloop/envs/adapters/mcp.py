@@ -1,12 +1,10 @@
 """Tools of MCP servers in a conversation, without episodes or rewards. The package is the extra ``mcp`` (2.x)."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -36,15 +34,14 @@ class McpServer(SettingsModel):
     """Names of its tools that the policy may call. Empty: all of them."""
 
     @model_validator(mode="after")
-    def _one(self) -> McpServer:
+    def _one(self) -> Self:
         if bool(self.command) == bool(self.url):
             raise ValueError("give either command or url")
         return self
 
 
 class McpTools(ToolCalls):
-    """``ToolCalls`` with the tools of MCP servers. The policy sees errors that a server reports; a lost server fails the
-    environment."""
+    """``ToolCalls`` with tools of MCP servers. The policy sees errors that a server reports; a lost one fails the environment."""
 
     class Settings(ToolCalls.Settings):
         """Which servers there are."""
@@ -52,14 +49,14 @@ class McpTools(ToolCalls):
         servers: tuple[McpServer, ...] = Field((), min_length=1)
         """``[{command: python, args: [server.py]}]`` or ``[{url: http://host:8000/mcp}]``: whose tools are offered."""
         start_timeout: float = Field(30.0, gt=0)
-        """Seconds for a server to start and list its tools. Keep it below ``episode.reset_timeout``."""
+        """Seconds for a server to start and list its tools. Keep it below ``episode.step_timeout``."""
 
         @model_validator(mode="after")
-        def _there(self) -> McpTools.Settings:
+        def _there(self) -> Self:
             needs("mcp", "mcp")
             return self
 
-    def __init__(self, settings: McpTools.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._mcp, self._open = settings, ExitStack()
 

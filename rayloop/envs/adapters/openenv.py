@@ -1,14 +1,12 @@
 """Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``. Uses
 ``reset``, ``step`` and ``close`` of openenv-core 0.3; a connection is a session. The result comes from the rewards."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -42,7 +40,7 @@ class OpenEnvSettings(SettingsModel):
     """Seconds for an answer of the server. Keep it below ``episode.step_timeout``."""
 
     @model_validator(mode="after")
-    def _there(self) -> OpenEnvSettings:
+    def _there(self) -> Self:
         needs("websockets", "openenv")
         function(self.act)
         return self

@@ -1,12 +1,10 @@
 """Tasks of reasoning-gym: rows made by the package's generators, answers judged by its scorers. The extra ``reasoning-gym``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -36,13 +34,12 @@ class ReasoningGymRows:
         """What stands before a question."""
 
         system: str = "default"
-        """The package's system prompt (``SYSTEM_PROMPTS``) that asks for ``<answer>``: DeepSeekZero, default, simple, direct,
-        chain_of_draft. Empty: none."""
+        """The package's prompt that asks for ``<answer>``: DeepSeekZero, default, simple, direct, chain_of_draft. Empty: none."""
         shots: int = Field(0, ge=0)
         """Solved questions before each question: the first items of the same data set. No row may name one of these."""
 
         @model_validator(mode="after")
-        def _there(self) -> ReasoningGymRows.Settings:
+        def _there(self) -> Self:
             needs("reasoning_gym", "reasoning-gym")
             from reasoning_gym.utils import SYSTEM_PROMPTS
 
@@ -50,7 +47,7 @@ class ReasoningGymRows:
                 raise ValueError(f"{self.system!r} is none of the package's prompts: {', '.join(SYSTEM_PROMPTS)}")
             return self
 
-    def __init__(self, settings: ReasoningGymRows.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         from reasoning_gym.utils import SYSTEM_PROMPTS
 
         self._system = (Message("system", (SYSTEM_PROMPTS[settings.system],)),) if settings.system else ()
@@ -80,11 +77,11 @@ class ReasoningGymScore:
         """The whole last text is the answer, without ``<answer>``. Many scorers give a part to an answer with words around it."""
 
         @model_validator(mode="after")
-        def _there(self) -> ReasoningGymScore.Settings:
+        def _there(self) -> Self:
             needs("reasoning_gym", "reasoning-gym")
             return self
 
-    def __init__(self, settings: ReasoningGymScore.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._whole = settings.whole
 
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:

@@ -1,12 +1,10 @@
 """Games of textarena for one player: the policy's text is the move. The package is the extra ``textarena``."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -33,7 +31,7 @@ class TextArena:
         """Further arguments of ``textarena.make``."""
 
         @model_validator(mode="after")
-        def _there(self) -> TextArena.Settings:
+        def _there(self) -> Self:
             needs("textarena", "textarena")
             import textarena
 
@@ -41,7 +39,7 @@ class TextArena:
                 raise ValueError(f"textarena has no game {self.id!r}; textarena.pprint_registry_detailed() lists them")
             return self
 
-    def __init__(self, settings: TextArena.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         import textarena
 
         self._name = settings.id

@@ -1,7 +1,5 @@
 """The HTTP server, on loopback, of the agents of one process: each episode has a key of its own, which opens nothing else."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import socket

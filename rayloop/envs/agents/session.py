@@ -1,7 +1,5 @@
 """One episode that an agent leads: its chats are answered by the policy, and become the turns of one trajectory."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import hashlib
@@ -104,7 +102,8 @@ class Session:
         digest = hashlib.sha256(repr((conversation.token_ids, [i.ref.sha256 for i in conversation.images])).encode()).hexdigest()
         seed = derive(self._request.seed, "chat", digest, self._seen[digest])
         self._seen[digest] += 1
-        prompts = [self._prompt(conversation, derive(seed, "choice", index)) for index in range(choices)]
+        shown, group = (conversation.token_ids, conversation.images), str(self._request.id.group)
+        prompts = [TokenPrompt(*shown, affinity=group, seed=derive(seed, "choice", index)) for index in range(choices)]
         try:
             completions = await asyncio.gather(*(self._generate(prompt, sampling) for prompt in prompts))
         except Exception as error:
@@ -131,9 +130,6 @@ class Session:
         most = min(asked.max_completion_tokens or asked.max_tokens or base.max_tokens, base.max_tokens, room)
         stop = (*base.stop, *(text for text in asked.stops if text not in base.stop))
         return dataclasses.replace(base, max_tokens=most, min_tokens=min(base.min_tokens, most), stop=stop)
-
-    def _prompt(self, conversation: Conversation, seed: int) -> TokenPrompt:
-        return TokenPrompt(conversation.token_ids, conversation.images, affinity=str(self._request.id.group), seed=seed)
 
     def _over(self, limit: EndReason, why: str) -> DataFailure:
         self.limit = limit

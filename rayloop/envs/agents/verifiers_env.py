@@ -1,7 +1,5 @@
 """An environment of verifiers 0.4 as an agent of the harness, in a Python with that package: ``run: .../verifiers_env.py:play``."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

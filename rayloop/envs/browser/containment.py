@@ -38,7 +38,7 @@ class BrowserSettings(SettingsModel):
     launch_timeout: float = Field(30.0, gt=0)
     """Seconds in which the browser must be there, and an empty page in it. Raise it on busy machines."""
     load_timeout: float = Field(20.0, gt=0)
-    """Seconds to load the episode's page; beyond it the environment failed. Keep it below ``episode.reset_timeout``."""
+    """Seconds to load the episode's page; beyond it the environment failed. Keep it below ``episode.step_timeout``."""
     action_timeout: float = Field(10.0, gt=0)
     """Seconds for a turn's actions and screenshot, else ``tool_deadline``. Keep it below half of ``episode.step_timeout``."""
 

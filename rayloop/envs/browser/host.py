@@ -1,7 +1,5 @@
 """The browsers of a process: one for all its environments, more when it is full, a new one when it ends."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine
@@ -21,11 +19,11 @@ WATCH = 0.5
 MARGIN = 15.0
 """Seconds that the answer of the loop may be late: what it waits for has deadlines of its own, which come first."""
 
-_hosts: dict[str, Host] = {}
+_hosts: dict[str, "Host"] = {}
 _lock = threading.Lock()
 
 
-def host_of(settings: BrowserSettings) -> Host:
+def host_of(settings: BrowserSettings) -> "Host":
     """The host of this process for these settings, made at the first request. Raises EnvironmentFailed (``check``)."""
     with _lock:
         key = settings.model_dump_json()

@@ -1,7 +1,5 @@
 """MiniWoB++: 130 small pages and 3 flight pages (Liu et al. 2018; the html of the package miniwob), each with its own reward."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path
@@ -39,14 +37,13 @@ class MiniWob(PageEnvironment):
         """How pages are loaded and scored."""
 
         reload: bool = True
-        """Whether each episode loads its page anew, so that equal seeds look equal. False is ten times as fast, but 18 pages then
-        differ."""
+        """Whether each episode loads its page anew, so that equal seeds look equal. False: ten times as fast, 18 pages differ."""
         mode: Literal["train", "test", "default"] = "train"
         """Which of the page's own sets of problems is drawn from; ``test`` for evaluation, where a page has one."""
         success_at: float | None = None
         """A page's reward of at least this is 1, and any other 0; set it to 1 for pages with partial rewards. None: as it is."""
 
-    def __init__(self, settings: MiniWob.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._miniwob = settings
         self._page, self._seed = "", ""

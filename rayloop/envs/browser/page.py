@@ -82,7 +82,8 @@ class PageEnvironment(ScreenEnvironment):
         assert self._host is not None
         self._sound = False
         try:
-            screen, tree = self._host.run(self._act(self._tab, placed), self._longest(placed))
+            longest = 2 * self._settings.browser.action_timeout + self.SETTLE + sum(map(pause, placed))  # the page's own deadlines
+            screen, tree = self._host.run(self._act(self._tab, placed), longest)
         except NotHere:
             self._sound = True
             raise
@@ -138,10 +139,6 @@ class PageEnvironment(ScreenEnvironment):
 
     async def _act(self, tab: Tab, actions: Sequence[Action]) -> tuple[Screen, str]:
         return await tab.act(actions, self.STATE, self.OVER, self.SETTLE), await self._tree(tab)
-
-    def _longest(self, actions: Sequence[Action]) -> float:
-        """Seconds within which the page's own deadlines have passed."""
-        return 2 * self._settings.browser.action_timeout + self.SETTLE + sum(map(pause, actions))
 
     async def _tree(self, tab: Tab) -> str:
         return (await tab.tree(self.TREE))[:LONGEST_TREE] if "tree" in self._settings.observe else ""

@@ -151,8 +151,7 @@ class Tab:
     async def tree(self, selector: str) -> str:
         """Of the one element: its accessibility tree, as YAML with boxes (x, y, width, height in pixels). Raises as ``act``."""
         asked = self._page.locator(selector).aria_snapshot(mode="ai", boxes=True)
-        found = str(await self._in_time(self._settings.action_timeout, asked, "the accessibility tree"))
-        return _REFERENCE.sub("", found)
+        return _REFERENCE.sub("", str(await self._in_time(self._settings.action_timeout, asked, "the accessibility tree")))
 
     async def rest_pointer(self) -> None:
         """Away from the screen, so that nothing is drawn as hovered."""
@@ -229,8 +228,7 @@ class Tab:
         return Screen(base64.b64decode(taken["data"]), value)
 
     async def _evaluate(self, expression: str) -> Any:
-        asked = {"expression": expression, "returnByValue": True, "awaitPromise": True}
-        answer = await self._ask("Runtime.evaluate", asked)
+        answer = await self._ask("Runtime.evaluate", {"expression": expression, "returnByValue": True, "awaitPromise": True})
         if "exceptionDetails" in answer:
             details = answer["exceptionDetails"]
             thrown = details.get("exception", {}).get("description") or details.get("text", "")

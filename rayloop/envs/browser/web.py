@@ -1,7 +1,5 @@
 """Your own pages: a row names an address and a JavaScript expression that is true when its task is done."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -40,7 +38,7 @@ class WebPage(PageEnvironment):
         stop: bool = True
         """Whether a check that comes true ends the episode. False: only the policy's ``finished`` ends it."""
 
-    def __init__(self, settings: WebPage.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._web = settings
         self.SETTLE = settings.settle

@@ -1,7 +1,5 @@
 """The desktop as an environment: a new desktop for each episode, UI-TARS actions, screenshots, a result from the files."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 
@@ -49,7 +47,7 @@ class DesktopTasks(ScreenEnvironment):
         type_delay: float = Field(0.001, ge=0)
         """Seconds after each typed character. Raise it for programs that lose characters; none that was tried does."""
 
-    def __init__(self, settings: DesktopTasks.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._settings = settings
         self._desktop: Desktop | None = None
@@ -58,7 +56,7 @@ class DesktopTasks(ScreenEnvironment):
         self._spoiled = False
 
     @staticmethod
-    def preflight(settings: DesktopTasks.Settings) -> str:
+    def preflight(settings: Settings) -> str:
         """How desktops are confined on this machine, for the run's header; or why none can be started here."""
         if lacks := missing() or bubblewrap.refused_here():
             return f"nothing yet: desktops cannot be started here ({lacks})"

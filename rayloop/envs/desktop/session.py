@@ -94,9 +94,7 @@ def missing() -> str:
     lacks = [package for program, package in {"bwrap": "bubblewrap", **PROGRAMS}.items() if not shutil.which(program)]
     if lacks:
         return f"apt-get install --no-install-recommends {' '.join(lacks)}"
-    if find_spec("Xlib") is None:
-        return 'pip install "rayloop[desktop]"'
-    return ""
+    return 'pip install "rayloop[desktop]"' if find_spec("Xlib") is None else ""
 
 
 class Desktop:
@@ -134,8 +132,7 @@ class Desktop:
         entries, start = {}, 0
         for entry in header["entries"]:
             size = entry.get("size")
-            content = None if size is None else contents[start : start + size]
-            entries[entry["path"]] = HomeEntry(entry["kind"], content)
+            entries[entry["path"]] = HomeEntry(entry["kind"], None if size is None else contents[start : start + size])
             start += size or 0
         return entries
 
@@ -146,8 +143,7 @@ class Desktop:
 
     def screenshot(self, react: float = 0.0, settle: float = 0.0) -> bytes:
         """PNG of the screen. Waits at most ``react`` seconds for a change since the last, then ``settle`` until it is still."""
-        seconds = react + settle + self._limits.call_timeout
-        header, [pixels] = self.ask("screenshot", seconds=seconds, react=react, settle=settle)
+        header, [pixels] = self.ask("screenshot", seconds=react + settle + self._limits.call_timeout, react=react, settle=settle)
         return png(Image.frombuffer("RGB", tuple(header["size"]), pixels, "raw", "BGRX", 0, 1))
 
     def type(self, text: str, delay: float, longest: float) -> None:

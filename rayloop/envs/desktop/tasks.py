@@ -1,12 +1,10 @@
 """Desktop tasks: what is asked, what lies in the home at the beginning, what is open, and how the result is checked."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -42,7 +40,7 @@ class Check(SettingsModel):
     """What lies at the path: a file, a folder, or nothing at all."""
 
     @model_validator(mode="after")
-    def _asks_something(self) -> Check:
+    def _asks_something(self) -> Self:
         asked = (self.text, self.number, self.same_as, self.names, self.is_)
         if all(value is None for value in asked) and not (self.contains or self.lacks):
             raise ValueError(f"the check of {self.path} asks nothing: give text, contains, lacks, number, same_as, names or is")
@@ -114,7 +112,7 @@ class DesktopTask(SettingsModel):
     """The result is the share of checks that hold, instead of 1 for all of them and else 0."""
 
     @model_validator(mode="after")
-    def _can_fail(self) -> DesktopTask:
+    def _can_fail(self) -> Self:
         if all(check.is_ == "nothing" for check in self.checks):
             raise ValueError(f"task {self.id}: an emptied home would pass: check also what must be there")
         return self
@@ -139,7 +137,7 @@ class TaskFile:
                 if check.same_as is not None and check.same_as not in there:
                     raise ValueError(f"{path}: task {task.id} compares with {check.same_as}, which is no start file")
 
-    def start(self, task: DesktopTask) -> Mapping[str, StartFile]:
+    def start(self, task: DesktopTask) -> Mapping[str, "StartFile"]:
         """The files of its home at the beginning, by path. Raises ValueError."""
         if task.start is None:
             return {}

@@ -206,8 +206,7 @@ _UNKNOWN = frozenset(calls.ALIASES) - {"command", "win", "option", "return", "es
 
 
 def acts(text: str, screen: ScreenSize = ARPO) -> list[tuple[Action, ...]]:
-    """What each action of the turn does, points in pixels of the screen; nothing where its code does nothing, or is none. Raises
-    Broken, where the original ends the episode."""
+    """What each action does, in pixels; nothing where its code does nothing. Raises Broken, where the original ends the episode."""
     found = parsed(text, screen)
     if (name := found[-1].name) in _ENDINGS:
         return [(_ENDINGS[str(name)],)]
@@ -226,7 +225,8 @@ def _calls(code: str, screen: ScreenSize) -> Iterator[Action]:
     """What the calls of pyautogui in the code do, which cuts pixels to whole ones. Raises whatever other code leads to."""
     body = ast.parse(code).body
     lines = [(line.value.func.attr, *_values(line.value)) for line in body if _is_call(line)]  # type: ignore[attr-defined]
-    if len(lines) + sum(isinstance(line, ast.Import) or _is_text(line) for line in body) < len(body):
+    texts = [line for line in body if isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)]
+    if len(lines) + len(texts) + sum(isinstance(line, ast.Import) for line in body) < len(body):
         return
 
     def place(x: float, y: float) -> Point:
@@ -261,10 +261,6 @@ def _is_call(line: ast.stmt) -> bool:
     """Of pyautogui or time."""
     call = line.value.func if isinstance(line, ast.Expr) and isinstance(line.value, ast.Call) else None
     return isinstance(call, ast.Attribute) and isinstance(call.value, ast.Name) and call.value.id in ("pyautogui", "time")
-
-
-def _is_text(line: ast.stmt) -> bool:
-    return isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)
 
 
 def _values(call: ast.Call) -> tuple[list[Any], dict[str | None, Any]]:

@@ -44,8 +44,7 @@ def keys(written: str) -> tuple[str, ...] | None:
     """The keys of ``ctrl c``, ``ctrl+c`` or ``ctrl +``. None when one is unknown or there is none."""
     found: list[str] = []
     for word in written.split():
-        parts = [word] if key(word) else word.split("+")
-        for part in parts:
+        for part in [word] if key(word) else word.split("+"):
             name = key(part)
             if name is None:
                 return None

@@ -1,8 +1,7 @@
 """Reads a policy's turn in the UI-TARS action grammar (docs/environments.md): every text becomes ``Actions`` or a ``Mistake``,
 and none raises. What counts is behind the last line that begins with ``Action:``; several actions have blanks or lines between
 them. Points are written ``(x,y)``, ``<|box_start|>(x,y)<|box_end|>`` or ``<point>x y</point>``; the middle of a box of four
-numbers is a point too. A backslash escapes as in Python (``ESCAPES``); a quote that does not end the argument (``it's``) is a
-letter. Linear in the text."""
+numbers is a point too. A backslash escapes as in Python (``ESCAPES``); a quote within an argument (``it's``) is a letter."""
 
 from typing import Any
 

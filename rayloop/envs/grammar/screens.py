@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -16,33 +17,7 @@ from rayloop.envs.grammar.scanner import read
 
 INSTRUCTION = "{instruction}"
 """In a row's prompt: where what the task asks for goes."""
-_TEXT = """You are a GUI agent. You are given a task and your action history, with screenshots. \
-You need to perform the next action to complete the task.
-
-## Output Format
-```
-Thought: ...
-Action: ...
-```
-
-## Action Space
-click(start_box='<|box_start|>(x1,y1)<|box_end|>')
-left_double(start_box='<|box_start|>(x1,y1)<|box_end|>')
-right_single(start_box='<|box_start|>(x1,y1)<|box_end|>')
-drag(start_box='<|box_start|>(x1,y1)<|box_end|>', end_box='<|box_start|>(x3,y3)<|box_end|>')
-hotkey(key='ctrl c') # Split keys with a space and use lowercase. Also, do not use more than 3 keys in one hotkey action.
-type(content='xxx') # Use escape characters \\', \\", and \\n in content part to ensure we can parse the content in normal \
-python string format. If you want to submit your input, use \\n at the end of content.
-scroll(start_box='<|box_start|>(x1,y1)<|box_end|>', direction='down or up or right or left')
-wait() # Sleep for 5s and take a screenshot to check for any changes.
-finished(content='xxx') # Use escape characters \\', \\", and \\n in content part.
-{call_user}
-## Note
-- Use English in `Thought` part.
-- Write a small plan and finally summarize your next action (with its target element) in one sentence in `Thought` part.
-
-## User Instruction
-{instruction}"""
+_TEXT = (Path(__file__).parent / "prompts" / "ui_tars.txt").read_text(encoding="utf-8").rstrip()
 UI_TARS = _TEXT.replace("{call_user}", "")
 """Source: bytedance/UI-TARS 582f3a7 (Apache-2.0), prompts of UI-TARS 1.5 for computers."""
 UI_TARS_OR_FAIL = _TEXT.replace("{call_user}", "call_user() # When the task cannot be done.\n")
@@ -56,8 +31,7 @@ class Pointing(SettingsModel):
     """Coordinates of a model's actions."""
 
     coordinates: Literal["absolute", "relative"] = "absolute"
-    """absolute: pixels of the resized screenshot (Qwen2.5-VL, UI-TARS 1.5); relative: 0 to 1000 (UI-TARS 1.0, Qwen3-VL), as
-    trained."""
+    """As trained: pixels of the resized screenshot (Qwen2.5-VL, UI-TARS 1.5), or relative: 0 to 1000 (UI-TARS 1.0, Qwen3-VL)."""
     factor: int = Field(28, ge=1)
     """Sides of the resized screenshot are multiples of this many pixels: 28 for Qwen2-VL and Qwen2.5-VL, 32 for Qwen3-VL."""
     min_pixels: int = Field(784, gt=0)
@@ -107,15 +81,12 @@ class ScreenSettings(SettingsModel):
     """original: as in ARPO, for models that it trained. Turns are read by its own rules, mistakes included; one that cannot be read
     ends the episode; the first screen is a message of its own."""
     most_actions: int | None = Field(None, ge=1)
-    """Of ``original``: actions of an episode, after which it ends; those of ARPO have 15. Of a turn that asks for more, the rest is
-    not carried out; ARPO carries it out."""
+    """Of ``original``: actions of an episode (15 in ARPO), after which it ends, within a turn too, which ARPO carries out."""
 
 
 class ScreenEnvironment:
-    """What environments with a screen share: reads a turn, checks its number of actions, and shows what follows.
-
-    Derive from it: ``_carry_out`` does a turn's actions, ``variant: original`` asks for ``screen_size``, and ``reset`` returns
-    ``_first``, which begins an episode."""
+    """What environments with a screen share: reads a turn, checks its number of actions, and shows what follows. In what derives
+    from it ``_carry_out`` does actions, ``reset`` returns ``_first``, and ``variant: original`` asks for ``screen_size``."""
 
     def __init__(self, settings: ScreenSettings) -> None:
         self._screen, self._acted = settings, 0

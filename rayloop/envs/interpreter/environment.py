@@ -1,7 +1,5 @@
 """PyVision's environment: the policy looks at images by writing Python, and answers when it has seen enough."""
 
-from __future__ import annotations
-
 import atexit
 import math
 import struct
@@ -9,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -70,8 +68,7 @@ class SandboxSettings(SettingsModel):
     """How the policy's code is confined, and what it may use."""
 
     minimum: Minimum = "filtered"
-    """The weakest level that may be used; the strongest that works is taken. Lower it only for code that you trust
-    (docs/security.md)."""
+    """The weakest level that may be used; the strongest that works is taken. Lower it only for trusted code (docs/security.md)."""
     memory: int = Field(2048, ge=256)
     """MiB of address space of an interpreter. Raise it for large images or when your ``preload`` needs more."""
     scratch: int = Field(64, ge=1)
@@ -91,8 +88,7 @@ class PythonInterpreter:
     """Each turn's code runs in a Python of the episode's own that keeps its names; a turn with an answer ends the episode.
 
     The task's images are there as ``image_clue_0`` and on; videos (``extra["videos"]``: for each, an animated image or a list of
-    frames) as ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``. ``evaluate`` counts the turns that ran
-    code."""
+    frames) as ``video_clue_0`` and on, read with ``len``, ``[i]`` and ``get_batch``. ``evaluate`` counts turns that ran code."""
 
     class Settings(SettingsModel):
         """How code is run, and what the policy sees of it."""
@@ -104,29 +100,26 @@ class PythonInterpreter:
         show_images: bool = True
         """Whether the prompt shows the images. Without, code alone can look at them, under the names ``image_hint_0`` and on."""
         instruct: bool = True
-        """Whether the first message explains how to write code and answers, and names the images. Turn it off when the prompt
-        does."""
+        """Whether the first message explains how to write code and answers, and names the images; off where the prompt does."""
         role: str = "user"
         """The role under which results are shown: user as PyVision has it, or tool when the chat template has one."""
         forbidden: tuple[str, ...] = ()
-        """Regular expressions of code that is refused before it runs, as in PyVision's runs (``recipes/pyvision/original.py``); no
-        protection."""
+        """Regular expressions of code that is refused unrun, as in PyVision's (``recipes/pyvision/original.py``); no protection."""
         wording: text.Wording = "rayloop"
         """rayloop, or the environment of PyVision-RL whose reading of turns, results and preloaded names a published model was
         trained with; a timeout is then an error in code. It needs instruct: false and on_error: stop."""
         fps: float = Field(1.0, gt=0)
-        """Frames per second that a video's reader returns, where a row has no ``fps`` (a number, or a list of one for each
-        video). Set it to that of your frames."""
+        """Frames per second that a video's reader returns, where a row has no ``fps`` (a number, or a list: one for each video)."""
         sandbox: SandboxSettings = SandboxSettings()
         """How strongly code is confined, and its limits."""
 
         @model_validator(mode="after")
-        def _as_trained(self) -> PythonInterpreter.Settings:
+        def _as_trained(self) -> Self:
             if self.wording != "rayloop" and (self.instruct or self.on_error != "stop"):
                 raise ValueError(f"wording {self.wording} needs instruct: false and on_error: stop, as its models were trained")
             return self
 
-    def __init__(self, settings: PythonInterpreter.Settings) -> None:
+    def __init__(self, settings: Settings) -> None:
         """Raises ConfigError when the machine does not reach ``sandbox.minimum``."""
         self._settings = settings
         self._sandbox = shared_sandbox(settings.sandbox.minimum, settings.sandbox.options)
@@ -137,7 +130,7 @@ class PythonInterpreter:
         self._rates: list[float] = []
 
     @staticmethod
-    def preflight(settings: PythonInterpreter.Settings) -> str:
+    def preflight(settings: Settings) -> str:
         """Before a run begins: how code is confined here. Raises ConfigError for less than ``sandbox.minimum``."""
         return required_level(settings.sandbox.minimum)
 
@@ -201,8 +194,7 @@ class PythonInterpreter:
             raise DataFailure("the task's images", f"the interpreter cannot read them: {failed}")
 
     def _given(self, interpreter: Interpreter) -> str | None:
-        """Give it the episode's images, and what a published model finds there. Returns why the images cannot be used, else None.
-        Raises SandboxFailed, CodeFailed."""
+        """Give it images, and what a published model finds there. Returns why not, or None. Raises SandboxFailed, CodeFailed."""
         failed = interpreter.images(self._images, _LOADING) if self._images else None
         for (name, encoded), rate in zip(self._videos.items(), self._rates, strict=True):
             failed = failed or interpreter.video(name, encoded, rate, _LOADING)
@@ -210,8 +202,7 @@ class PythonInterpreter:
             return failed
         if error := interpreter.run(text.PRELUDE, _LOADING).error:
             raise SandboxFailed(f"its Python lacks what the published prelude imports: {error}")
-        converted = "".join(f"{name} = {name}.convert('RGB')\n" for name in self._images)
-        error = interpreter.run(converted, _LOADING).error
+        error = interpreter.run("".join(f"{name} = {name}.convert('RGB')\n" for name in self._images), _LOADING).error
         return f"not as RGB: {error.splitlines()[-1]}" if error else None
 
     def _prompt(self, task: Task, sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 STOP = "</code>"
@@ -10,20 +11,7 @@ _CELL = re.compile(r"<code>\s*```(?:python|py)?[ \t]*\n(.*?)```\s*(?:</code>|$)"
 _FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
-INSTRUCTIONS = """\
-You are an agent that solves the question step by step, by writing Python that is run for you. Plan before each call of code and
-reflect on its result after it. Names, imports and images are kept from one call to the next.
-{inputs}
-Write code as
-<code>
-```python
-# your code
-```
-</code>
-Show a picture with plt.show() and values with print(). When you are sure, answer with
-<answer>
-\\boxed{{your answer}}
-</answer>"""
+INSTRUCTIONS = (Path(__file__).parent / "prompts" / "instructions.txt").read_text(encoding="utf-8").rstrip()
 
 
 def code(turn: str) -> str | None:

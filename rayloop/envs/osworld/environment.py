@@ -1,13 +1,11 @@
 """OSWorld as an environment, never exercised on a real machine: its tasks, UI-TARS actions, screenshots, OSWorld's own result."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 from rayloop.config.settings import local_path
@@ -31,7 +29,7 @@ class ResultFiles:
     """Of the episode's own files."""
 
     @classmethod
-    def of(cls, results: str, name: str) -> ResultFiles:
+    def of(cls, results: str, name: str) -> Self:
         """Of the task ``name`` (domain/id) below the folder ``results``, if there is one. Raises DataFailure."""
         if not results:
             return cls()
@@ -97,8 +95,7 @@ class OSWorld(ScreenEnvironment):
         name = task.extra["osworld"]
         own = name if isinstance(name, str) else f"{config.get('domain', 'unknown')}/{config['id']}"
         self._trace = ResultFiles.of(self._settings.results, own)
-        screen = self._begin(config)
-        return self._first(task, str(config["instruction"]), ImageSource(data=screen))
+        return self._first(task, str(config["instruction"]), ImageSource(data=self._begin(config)))
 
     def screen_size(self) -> tuple[int, int]:
         """As the settings say."""

@@ -59,7 +59,7 @@ class OSWorldSettings(ScreenSettings):
     boot_timeout: float = Field(600.0, gt=0)
     """Seconds in which a machine must boot. Raise it without /dev/kvm, where machines are slow."""
     reset_timeout: float = Field(300.0, gt=0)
-    """Seconds for one reset of a machine. All attempts and boots together must fit into ``episode.reset_timeout``."""
+    """Seconds for one reset of a machine. All attempts and boots together must fit into ``episode.step_timeout``."""
     step_timeout: float = Field(90.0, gt=0)
     """Seconds for one action, its screenshot included. Keep the turn's sum below ``episode.step_timeout``."""
     evaluate_timeout: float = Field(300.0, gt=0)

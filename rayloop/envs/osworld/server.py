@@ -1,7 +1,5 @@
 """Runs in OSWorld's own Python (3.9 or newer): makes one DesktopEnv and answers calls. Imports nothing of rayloop but frames."""
 
-from __future__ import annotations
-
 import importlib
 import socket
 import sys

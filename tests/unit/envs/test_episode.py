@@ -76,7 +76,7 @@ def run(
 ) -> tuple[Trajectory, ScriptedEngine]:
     """Play with a scripted engine; returns the trajectory and the engine."""
     engine = ScriptedEngine(renderer, said)
-    defaults = {"max_turns": 4, "max_tokens": 500, "step_timeout": 5.0, "reset_timeout": 5.0}
+    defaults = {"max_turns": 4, "max_tokens": 500, "step_timeout": 5.0}
     chosen = EpisodeSettings.model_validate({**defaults, **settings})
     owned = InThread(type(environment).__name__, lambda: environment)
     return asyncio.run(play(asked or request(), owned, renderer, chosen, engine.generate)), engine
@@ -413,11 +413,10 @@ def test_an_environment_may_blame_the_data(renderer: Renderer) -> None:
 def test_a_hung_environment_is_given_up_at_its_deadline(renderer: Renderer, where: str) -> None:
     release = threading.Event()
     environment = Misbehaving(where, release.wait)
-    timeouts = dict.fromkeys(("reset_timeout", "step_timeout"), 0.1)
     began = time.monotonic()
     try:
         with pytest.raises(EnvironmentHung, match=f"{where} of task t1 gave no answer within 0.1 seconds"):
-            run(renderer, environment, [("a", END)], **timeouts)
+            run(renderer, environment, [("a", END)], step_timeout=0.1)
         assert time.monotonic() - began < 2
         assert environment.closed == 0, "it belongs to the thread that hangs"
     finally:

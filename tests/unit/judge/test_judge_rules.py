@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from fractions import Fraction
@@ -12,9 +13,12 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rayloop.core.groups import Scored
 from rayloop.judge.api import JudgeItem
+from rayloop.judge.client import ClientSettings
 from rayloop.judge.grader import decide as decide_item
 from rayloop.judge.prompt import sanitise
+from rayloop.judge.reward import JudgeReward
 from rayloop.judge.rubric import calibration, load_rubrics
 from rayloop.judge.rules.decision import decide, items, mean_relative_accuracy
 from rayloop.judge.rules.plain import boxed, extract, is_blank, plain
@@ -302,3 +306,10 @@ def test_no_answer_keeps_the_judge_busy(head: str) -> None:
         for end in ("!>", "!]", ">", "]"):
             sanitise((head + part * ((78 - len(head)) // len(part)) + end) * 5, 32_768)
     assert time.process_time() - began < 2
+
+
+def test_a_reward_that_a_rule_decides_has_its_reason() -> None:
+    source = JudgeReward(JudgeReward.Settings(judge=ClientSettings(url="http://127.0.0.1:9")))
+    found = asyncio.run(source.grade("2+2?", "4", "4", "math", 5.0))
+    assert isinstance(found, Scored)
+    assert (found.value, found.reason) == (1.0, "exact: the same text")

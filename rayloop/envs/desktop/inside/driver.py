@@ -1,7 +1,5 @@
 """The first process inside a desktop's sandbox: starts a window manager and programs, acts through XTEST, grabs the screen."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

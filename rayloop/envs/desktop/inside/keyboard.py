@@ -1,7 +1,5 @@
 """Exact typing by XTEST: every character arrives, also those that the keyboard layout lacks, and a new line is Return."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Sums the memory of all processes of a desktop from /proc, as its first process, and ends them when it is too much."""
 
-from __future__ import annotations
-
 import os
 import signal
 import stat
