@@ -15,17 +15,21 @@ PAGES = $(shell find *.md docs deploy recipes -name "*.md")
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: fast test test-adapters test-env test-faults test-judge test-k8s test-nodes test-slurm test-stranger test-vllm lint quickstart digits docs
+.PHONY: fast test test-adapters test-alerts test-env test-faults test-gpu-fake test-judge test-k8s test-nodes test-slurm test-stranger test-vllm lint quickstart digits docs site
 
 fast: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env or adapters)"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env or adapters or gpu_fake or alerts)"
 
 test-adapters: $(VENV_ADAPTERS)/.adapters
 	$(VENV_ADAPTERS)/bin/python -m tests.envs.programs install chromium-headless-shell
 	$(VENV_ADAPTERS)/bin/python -m pytest -q -rs -m adapters tests/adapters tests/contracts
+
+test-alerts: $(VENV)/.dev
+	$(BIN)/python -m tests.deploy.prometheus.server install
+	$(BIN)/python -m pytest -q -rs tests/deploy/prometheus tests/unit/run/test_alerts.py
 
 test-env: $(VENV)/.env
 	$(BIN)/python -m tests.envs.programs install
@@ -33,6 +37,9 @@ test-env: $(VENV)/.env
 
 test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow_faults
+
+test-gpu-fake: $(VENV)/.dev
+	$(BIN)/python -m pytest -q -rs -m gpu_fake tests/gpu_fake
 
 test-judge: $(VENV)/.judge
 	$(BIN)/python -m pytest -q -rs -m judge tests/serve
@@ -63,7 +70,7 @@ lint: $(VENV)/.dev
 	$(BIN)/proselint check --config docs/proselint.json $(PAGES)
 
 quickstart: $(VENV)/.run
-	$(BIN)/python -m rayloop train recipes/arc_vision/quickstart.yaml
+	$(BIN)/python -m rayloop train recipes/arc_vision/quickstart.yaml --console
 	$(BIN)/python -m rayloop report runs/quickstart
 
 digits: runs/models/digits-warm/config.json
@@ -74,6 +81,10 @@ runs/data/digits/train.jsonl: | $(VENV)/.run
 
 runs/models/digits-warm/config.json: runs/data/digits/train.jsonl | $(VENV)/.run
 	$(BIN)/python -m rayloop sft recipes/digits/warm.yaml
+
+# The pages as a site with search, in build/site.
+site: $(VENV)/.env
+	$(BIN)/python -m benchmarks.pages.site build/site
 
 docs: $(VENV)/.run
 	$(BIN)/python -m benchmarks.pages.metrics > docs/metrics.md
@@ -105,7 +116,7 @@ $(VENV)/.dev: $(VENV)/.torch $(SPEC)
 	touch $@ $(VENV)/.run
 
 $(VENV)/.env: $(VENV)/.dev
-	$(BIN)/python -m pip install -q -e ".[browser,desktop]" -c constraints.txt
+	$(BIN)/python -m pip install -q -e ".[browser,desktop,site]" -c constraints.txt
 	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 # some of its files are read, beside ours (tests/originals/test_verl.py)
 	rm -rf "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests" # which verl brings, and which hides ours
 	touch $@
@@ -113,7 +124,7 @@ $(VENV)/.env: $(VENV)/.dev
 # verifiers wants openai < 3 and mcp 2.0.0, browsergym playwright 1.44: each has a Python of its own (docs/bring_your_own/adapters.md).
 $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	$(MAKE) VENV=$(VENV_ADAPTERS) $(VENV_ADAPTERS)/.torch
-	$(VENV_ADAPTERS)/bin/python -m pip install -q -e ".[gymnasium,mcp,openenv,reasoning-gym,textarena]" ale-py minigrid pytest pytest-timeout \
+	$(VENV_ADAPTERS)/bin/python -m pip install -q -e ".[gymnasium,mcp,openenv,reasoning-gym,textarena]" ale-py minigrid mlflow-skinny pytest pytest-timeout \
 		hypothesis -c constraints.txt -c constraints-adapters.txt
 	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
 	.venv-verifiers/bin/python -m pip install -q verifiers -c constraints-adapters.txt

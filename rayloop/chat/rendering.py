@@ -94,8 +94,7 @@ class Renderer:
 
     def encode(self, text: str) -> TokenIds:
         """The tokens of a text as data, without end token; chat markup in it stays plain text."""
-        whole = _SURROGATE.sub("\ufffd", text.replace(self._guard, ""))
-        return tuple(self._plain.encode(whole, add_special_tokens=False).ids)
+        return tuple(self._plain.encode(_SURROGATE.sub("\ufffd", text.replace(self._guard, "")), add_special_tokens=False).ids)
 
     def decode(self, token_ids: TokenIds) -> str:
         """The text of ``token_ids``; special tokens are left out."""

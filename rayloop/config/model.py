@@ -1,8 +1,6 @@
 """Which model is trained. In core because prompt, engine and trainer must agree on it. No torch."""
 
-from __future__ import annotations
-
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -37,9 +35,6 @@ class ModelSettings(SettingsModel):
     """A local folder, or a Hub name where the cluster can reach the Hub. A run keeps the model that it began with."""
     revision: str | None = None
     """The commit, tag or branch of a model of the Hub; unset: main. A run records the commit, and continues with it."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
-    """auto: flash-attention-2 on CUDA when installed and the model is text-only, else SDPA. eager helps bf16 on CPU. Name one
-    when log-probs of engine and trainer differ and you look for the reason."""
     min_pixels: int = Field(784, gt=0)
     """Images below this many pixels are enlarged, for prompt, engine and trainer alike. Raise it when small images are misread."""
     max_pixels: int = Field(1_003_520, gt=0)
@@ -49,7 +44,7 @@ class ModelSettings(SettingsModel):
     """How strongly pixels are coloured by where they are: red grows to the right, blue downwards. 0 leaves images alone. A tiny
     model trained from scratch needs it to know where on the page a patch is; pretrained models do not."""
 
-    def here(self, *, weights: bool = True) -> ModelSettings:
+    def here(self, *, weights: bool = True) -> Self:
         """The same with the folder on this machine as ``path``; what lacks of a Hub's model is downloaded. Raises ConfigError."""
         folder = resolve(self.path, self.revision, weights=weights).folder
         return self.model_copy(update={"path": str(folder), "revision": None})

@@ -1,7 +1,5 @@
 """Configuration: strict settings classes, components by dotted name and loading with errors that name file and line."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib
@@ -62,11 +60,11 @@ class Role:
     methods: tuple[str, ...]
     function: Callable[[Callable[..., Any], str], Any] | None = None
 
-    def of(self, settings: BaseModel) -> Role:
+    def of(self, settings: BaseModel) -> "Role":
         """The role where the component stands in these settings: the same, unless another of their values decides it."""
         return self
 
-    def check(self, component: Component) -> None:
+    def check(self, component: "Component") -> None:
         """Raises ConfigError when the component cannot play this role."""
         found = component.resolve()
         if isinstance(found, type):
@@ -247,8 +245,7 @@ def check_components(settings: SettingsModel) -> None:
             if role is not None:
                 role.check(component)
         except ConfigError as error:
-            absent = isinstance(error.__cause__, ModuleNotFoundError)
-            hint = _beside(component.use, source) if absent else ""
+            hint = _beside(component.use, source) if isinstance(error.__cause__, ModuleNotFoundError) else ""
             problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}{hint}")
         except ValidationError as error:
             problems += explain(error, component.settings_class() or SettingsModel, component.with_, source, (*path, "with"))

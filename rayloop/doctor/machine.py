@@ -92,8 +92,7 @@ def memory(needed: int, limited: Callable[[], MemoryLimit | None] = memory_limit
     if available < needed:
         return [Finding("error", found, "lower rollout.actors or policy.ranks, use policy.engine.lora, or a larger machine")]
     if available < needed + RAY_RESERVE:
-        remedy = f"end other programs: Ray and the small actors take about {size(RAY_RESERVE)} more"
-        return [Finding("warning", found, remedy)]
+        return [Finding("warning", found, f"end other programs: Ray and the small actors take about {size(RAY_RESERVE)} more")]
     return [Finding("ok", found)]
 
 

@@ -111,9 +111,7 @@ def sandbox(found: Callable[[], Reached] = reached) -> list[Finding]:
     """How strongly code that the policy writes can be held in, proven by attacks: warning when it is less than namespaces."""
     here = found()
     said = f"level: {here}"
-    if here.level == Level.NAMESPACES:
-        return [Finding("ok", said)]
-    return [Finding("warning", said, NAMESPACES)]
+    return [Finding("ok", said) if here.level == Level.NAMESPACES else Finding("warning", said, NAMESPACES)]
 
 
 def browser(program: str = PROGRAM, available: Callable[[], Confinement] = available) -> list[Finding]:

@@ -80,8 +80,7 @@ def kernels(file: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> str:
 
 @contextmanager
 def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
-    """A block of ports within ``low``..``high``, owned in the ``with`` block: its first port stays bound, which marks it. Raises
-    ConfigError, NoFreePorts."""
+    """A block of ports within ``low``..``high``, owned within ``with``: its first stays bound. Raises ConfigError, NoFreePorts."""
     size = min(BLOCK, high - low + 1)
     if size < 2 * (len(services) + 1):
         raise ConfigError(f"--ports {low}-{high}: a node needs {len(services) + 1} ports and one per worker process")

@@ -25,10 +25,11 @@ from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
 from rayloop.launch.limits import memory_limit, ray_memory
 from rayloop.launch.network import Ports, block, kernels, port_range
-from rayloop.launch.ray_process import DRAIN, POLL, SUBREAPER, NodeFailed, child, kept_logs, prctl, ray_node, started, tail
+from rayloop.launch.ray_process import DRAIN, POLL, NodeFailed, child, kept_logs, ray_node, started, tail
 from rayloop.launch.ray_variables import interface_settings, node_settings, temporary_folder, without_proxy
 from rayloop.launch.rendezvous import Gone, Head, NoHead, Rendezvous, Unpublished, accepts
 from rayloop.launch.restarts import Budget, backed_off
+from rayloop.sandbox.kernel import adopt_orphans
 
 SERVICES = (
     "node-manager-port", "object-manager-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port",
@@ -60,7 +61,7 @@ def run_node(a: argparse.Namespace) -> int:
         a.requeue = 0
     print(f"node: open between the nodes: {a.ports} (Ray), and {kernels()} (the policy's ranks: gloo, NCCL)", flush=True)
     ignores = a.role is worker and not a.program and not a.requeue
-    prctl(SUBREAPER, 1)
+    adopt_orphans()
     place = Rendezvous(a.rendezvous, a.cluster)
     with handling(signals, *STOP), handling((lambda *_: None) if ignores else signals, signal.SIGUSR1):
         if job is not None:
@@ -90,8 +91,7 @@ def _attempt(a: argparse.Namespace, place: Rendezvous, signals: StopSignals, sta
 
 
 def _again(a: argparse.Namespace, signals: StopSignals, code: int, starts: int) -> bool:
-    """Whether the node starts again after ``starts`` restarts: the machines failed and no signal came, or the time limit of its
-    Slurm job is near and its program has saved."""
+    """Whether the node starts again after ``starts`` restarts: machines failed without signal, or it saved for Slurm's limit."""
     saved = slurm_job.job() is not None and signals.near_limit() and (code == Preempted.exit_code or not a.program)
     return starts < a.requeue and (saved or (signals.first is None and code == AGAIN))
 

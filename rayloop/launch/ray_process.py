@@ -1,6 +1,5 @@
 """The processes of one node: ``ray start --block``, a program beside it, and Ray's logs, which are kept when it has ended."""
 
-import ctypes
 import os
 import shutil
 import subprocess
@@ -30,8 +29,6 @@ END = 5.0
 """Seconds that Ray then gets to end by itself."""
 PATH_LIMIT = 40
 """Characters of the temporary folder: Ray's sockets lie below it, and a socket's path may have 107."""
-SUBREAPER = 36
-"""Of prctl(2): orphans of our children become ours, so that they can be ended."""
 MOST = 200 * 2**20
 """Bytes that are kept of a node."""
 ENDS = 5
@@ -44,11 +41,6 @@ class NodeFailed(InfrastructureFailure):
     """Ray did not start, or ended by itself while the cluster went on."""
 
     exit_code = AGAIN
-
-
-def prctl(option: int, value: int) -> None:
-    """prctl(2) of this process."""
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 CHILD = """import ctypes, os, signal, sys
@@ -103,10 +95,15 @@ def _end_rest(before: set[psutil.Process]) -> None:
     for own in set(psutil.Process().children()) - before:
         with suppress(psutil.NoSuchProcess):
             rest += [own, *own.children(recursive=True)]
-    for process in rest:
+    end(rest)
+
+
+def end(processes: Sequence[psutil.Process]) -> None:
+    """Kill processes, and wait until they are gone."""
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(rest, timeout=END)
+    psutil.wait_procs(processes, timeout=END)
 
 
 def started(

@@ -25,8 +25,7 @@ STOP_WAIT = 600
 """Seconds that Ray gives a job to stop. The run's own ``preemption.grace`` is shorter, and decides."""
 
 HEALTH_PERIOD = 1000
-"""Milliseconds between two health checks of a node, which is lost after five failures in a row: in 5 s, not Ray's 15, when its
-connections are refused."""
+"""Milliseconds between two health checks of a node; after five failures in a row it is lost: in 5 s when it refuses connections."""
 LONGEST = 43
 """Characters of the folder of a private cluster's files: Ray's sockets are 64 longer, and a socket's path may have 107."""
 

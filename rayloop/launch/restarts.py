@@ -56,8 +56,7 @@ def supervised(command: Sequence[str], times: int) -> int:
     signals = StopSignals()
     with handling(signals, *STOP):
         for before in range(times + 1):
-            program = child(command, os.environ)
-            code = _followed(program, signals)
+            code = _followed(child(command, os.environ), signals)
             if code != AGAIN or signals.first is not None or before == times or not backed_off(signals, before):
                 break
             print(f"again, {before + 1} of {times}", flush=True)

@@ -1,7 +1,5 @@
 """A cluster of Slurm jobs from the scripts in deploy/slurm: the settings of a site, and the jobs that follow from them."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time
@@ -127,8 +125,7 @@ def nodes(head: Head) -> list[dict[str, Any]]:
     request = urllib.request.Request(f"{head.dashboard}/api/v0/nodes?limit=10000&detail=1")
     if head.token is not None:
         request.add_header("Authorization", f"Bearer {Path(head.token).read_text(encoding='utf-8')}")
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(request, timeout=30) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as answer:
         listed: list[dict[str, Any]] = json.load(answer)["data"]["result"]["result"]
     return listed
 

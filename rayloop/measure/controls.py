@@ -1,6 +1,5 @@
 """Evaluation against controls: a policy looks only if the right image scores higher than another image of the same kind, than one
-of another kind, and than the best answer without any (the blind prior), each by more than chance. Also pass@k of sampled
-answers."""
+of another kind, and than the best answer without any (the blind prior), each beyond chance. Also pass@k of answers."""
 
 import random
 from collections import defaultdict
@@ -30,8 +29,7 @@ class BlindPrior(Protocol):
 
 
 def swapped(tasks: Sequence[Task], seed: int, *, same: bool) -> list[Task]:
-    """Each task with the images of another task of the same source, or of another source; its question stays. Tasks without such
-    another are left out."""
+    """Each task with the images of another task of its source, or of another source. A task without such another is left out."""
     order = [task for task in tasks if task.images]
     random.Random(derive(seed, "swapped images", "same page" if same else "other page")).shuffle(order)
     result = []
@@ -56,7 +54,8 @@ def _with_images(task: Task, images: list[ImageSource]) -> Task:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One answer of an evaluation, the ``sample``-th of its task and arm. ``cut``: ``sampling.max_tokens`` ended a turn of it."""
+    """One answer of an evaluation, the ``sample``-th of its task and arm. ``cut``: ``sampling.max_tokens`` ended a turn of it.
+    ``turns``: of the arm RIGHT, its turns after the prompt, as in ``rollouts``."""
 
     arm: str
     task: str
@@ -69,6 +68,7 @@ class Item:
     truth: Any = None
     images: tuple[Mapping[str, Any], ...] = ()
     cut: bool = False
+    turns: tuple[Any, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, int]:

@@ -1,8 +1,6 @@
 """Plain functions as rewards, in rayloop's own form, TRL's or verl's (docs/rewards.md); the names of the parameters identify the
 form. All may be coroutine functions. A parameter that nothing fills and that has no default is an error of the function."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -31,7 +29,7 @@ def as_outcome(result: Any) -> Outcome:
     given = {str(name): _number(value) for name, value in scored.components.items()}
     components = {name: number for name, number in given.items() if number is not None}
     dropped = ("invalid_component",) if len(components) < len(scored.components) else ()
-    return Scored(value, components, (*map(str, scored.flags), *dropped))
+    return Scored(value, components, (*map(str, scored.flags), *dropped), reason=str(scored.reason))
 
 
 def _number(value: Any) -> float | None:
@@ -87,7 +85,7 @@ class RewardCall:
 class FunctionReward:
     """A function as a source: ``form`` makes its keyword arguments, and an outcome of its result."""
 
-    def __init__(self, function: Callable[..., Any], form: FunctionForm) -> None:
+    def __init__(self, function: Callable[..., Any], form: "FunctionForm") -> None:
         self._function, self._form = function, form
         self._takes = inspect.signature(function).parameters
         self.infrastructure = getattr(getattr(function, "func", function), "infrastructure", False)

@@ -1,6 +1,5 @@
 """Saved completions, and how a recipe scores them without a run: ``SCORING`` in its module ``score``."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -85,16 +84,6 @@ def truth_of(row: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
     return row[name]
 
 
-def parsed(value: Any) -> Any:
-    """A column that may be JSON in a text, as parquet files have tables and boxes; any other value stays."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
 def played(row: Mapping[str, Any], results: Sequence[str] = ("env_result",)) -> Trajectory:
     """An episode without tokens. The environment's result is in the first of the columns ``results`` that the row has; a run's
     ``rollouts`` also have the turns and the images. Raises DataFailure."""
@@ -106,8 +95,7 @@ def played(row: Mapping[str, Any], results: Sequence[str] = ("env_result",)) -> 
     turns: Any = row.get("turns")
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         return replace(PLAYED, env_result=result)
-    begun = Turn("prompt", (), _images(row))
-    return replace(PLAYED, env_result=result, turns=(begun, *map(_turn, turns)))
+    return replace(PLAYED, env_result=result, turns=(Turn("prompt", (), _images(row)), *map(_turn, turns)))
 
 
 def _turn(turn: Mapping[str, Any]) -> Turn:

@@ -41,8 +41,7 @@ class RewardSettings(SettingsModel):
     """The reward source, and the treatment of its failures."""
 
     source: Annotated[Component, REWARD]
-    """``{use: module:Class, with: {...}}`` or ``{use: module:function}``: the reward (docs/rewards.md). One instance serves all
-    scoring threads of a reward actor."""
+    """``{use: module:Class, with: {...}}`` or ``{use: module:function}`` (docs/rewards.md). One instance serves all threads."""
 
     @field_validator("source", mode="before")
     @classmethod

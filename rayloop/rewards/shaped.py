@@ -1,12 +1,10 @@
 """A reward with penalties for length and repetition."""
 
-from __future__ import annotations
-
 import inspect
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -30,8 +28,7 @@ class ShapedReward:
         max_tokens: int = Field(gt=0)
         """Sampled tokens of the longest answer, of all turns: from here on ``overlong`` is -1."""
         overlong: int = Field(0, ge=0)
-        """DAPO's soft punishment (arXiv:2503.14476, equation 13): over the last so many tokens before ``max_tokens`` the penalty
-        falls from 0 to -1. 0: none."""
+        """DAPO's soft punishment (arXiv:2503.14476, equation 13): 0 to -1 over so many tokens before ``max_tokens``. 0: none."""
         repetition: float = Field(0.0, ge=0)
         """The penalty of an answer all of whose word n-grams are the same (arXiv:2502.03373, appendix); others have the share of
         n-grams that repeat an earlier one. 0: none."""
@@ -42,7 +39,7 @@ class ShapedReward:
         ``max_tokens`` and the group's share of right answers (reward above 0), as prime-rl has it. 0: none."""
 
         @model_validator(mode="after")
-        def _room(self) -> ShapedReward.Settings:
+        def _room(self) -> Self:
             if self.overlong > self.max_tokens:
                 raise ValueError(f"overlong ({self.overlong}) is a part of max_tokens ({self.max_tokens}); it cannot be more")
             return self

@@ -1,15 +1,13 @@
 """Supervised steps on the answers of the training rows, before GRPO, on the same engine: the gradient of the log-likelihood is
 the policy gradient with advantage 1 at ratio 1. cluster/stages/sft.py runs the stage."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import Protocol
+from typing import Protocol, Self
 
 from pydantic import Field, model_validator
 
@@ -95,7 +93,7 @@ class SftConfig(SettingsModel):
     """Steps between two lines on the terminal. Lower it to watch a short stage."""
 
     @model_validator(mode="after")
-    def _measured(self) -> SftConfig:
+    def _measured(self) -> Self:
         if self.best and (self.data.eval is None or self.save_every is None):
             raise ValueError("best needs data.eval and save_every: it chooses among the models that are written and measured")
         return self

@@ -42,7 +42,6 @@ LIGHT = [
         "rayloop.cli",
     ),
 ]
-LIGHT.remove("rayloop.recipes.one_file")  # all of GRPO in one process
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

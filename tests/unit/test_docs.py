@@ -13,6 +13,7 @@ import pytest
 from rayloop.cli import COMMANDS, parsed
 from rayloop.config.explain import keys, walk
 from rayloop.run.config import RunConfig
+from rayloop.run.records.metrics import METRICS, validate
 from rayloop.sft.stage import SftConfig
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +118,7 @@ def test_every_key_of_a_configuration_that_is_quoted_exists() -> None:
         f"{place}: {key}"
         for place, key in places
         if tuple(re.sub(r"\.(with|resources|extra)\..*", r".\1", key).split(".")) not in ends
-        and not key.endswith((".py", ".html", ".png", ".json"))
+        and not key.endswith((".py", ".html", ".png", ".json", ".key"))
         and key not in others
     ]
     assert len(places) > 100, "the pattern finds nothing any more"
@@ -213,6 +214,20 @@ def test_what_was_never_exercised_is_in_one_table() -> None:
         path for path in TEXTS if path.suffix == ".py" and re.search("never exercised", path.read_text("utf-8"), re.IGNORECASE)
     ]
     assert len(marked) >= 4
-    in_settings = {"rayloop/engines/settings.py": "SGLang", "rayloop/transports/settings.py": "cuda_ipc"}
+    in_settings = {"rayloop/engines/settings.py": "SGLang"}
     places = [str(path.relative_to(ROOT)) for path in marked]
     assert [p for p in places if in_settings.get(p, "?") not in table and not any(p.startswith(name) for name in named)] == []
+
+
+def test_each_symptom_names_a_metric_that_exists() -> None:
+    column, named = None, dict[str, list[str]]()
+    for line in (DOCS / "troubleshooting.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if "metric" in cells:
+            column = cells.index("metric")
+        elif line.startswith("| ") and column is not None:
+            named[line] = [name for name in re.findall(r"`([^`]+)`", cells[column]) if "/" in name]
+    assert len(named) > 20, "the rows are not found any more"
+    assert [line for line, names in named.items() if not names] == []
+    forms = {metric.name for metric in METRICS}
+    assert [name for names in named.values() for name in names if name not in forms and validate([name])] == []

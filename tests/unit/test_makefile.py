@@ -84,5 +84,5 @@ def test_an_installation_that_breaks_off_is_continued(checkout: Checkout, instal
     checkout.broken.unlink()
     code, ran, said = checkout.make()
     assert (code, said) == (0, "")
-    assert "ran -m rayloop train recipes/arc_vision/quickstart.yaml" in ran
+    assert "ran -m rayloop train recipes/arc_vision/quickstart.yaml --console" in ran
     assert sum("torch==" in line for line in checkout.log.read_text(encoding="utf-8").splitlines()) == 2 - installed

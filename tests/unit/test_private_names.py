@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
         "_temp_dir=",
     },
     "rayloop/engines/attention.py": {"transformers.integrations.sdpa_attention", "_attn_implementation"},
+    "rayloop/engines/generation/sglang.py": {"_send_one_request"},  # of the one release that it takes
     "rayloop/engines/generation/vllm_process.py": {
         "vllm.v1.engine.async_llm",
         "vllm.v1.engine.exceptions",
@@ -34,8 +35,12 @@ ALLOWED: dict[str, set[str]] = {
         "vllm.model_executor.layers.utils",
         "vllm.model_executor.layers.vocab_parallel_embedding",
     },
-    "recipes/one_file.py": {"_foreach_mul_"},
+    "benchmarks/trainer/one_file.py": {"_foreach_mul_"},
+    "rayloop/engines/profiling.py": {"torch._C._profiler", "_ExperimentalConfig"},  # torch has no other way to all threads
     "rayloop/engines/training/optimizer.py": {"_foreach_mul_"},
+    "rayloop/engines/training/sequence.py": {
+        "torch.distributed._functional_collectives"
+    },  # those of torch.distributed.nn refer to it
     "rayloop/envs/agents/host.py": {"_exit"},  # of os; documented
     "rayloop/envs/desktop/inside/driver.py": {"_exit"},
     "rayloop/envs/desktop/inside/keyboard.py": {"_update_keymap"},  # of python-xlib, whose public way wants an event

@@ -1,14 +1,12 @@
 """Requests for chat completions: the part of OpenAI's and vLLM's that a sampled policy can honour."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import functools
 import json
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from jsonschema import Draft202012Validator, SchemaError
 from jsonschema.validators import validator_for
@@ -23,8 +21,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0, None), "response_format": ({"type": "text"}, None), "skip_special_tokens": (True, None),
     "ignore_eos": (False, None), "store": (False, None),
 }  # fmt: skip
-"""Keys that would change what is answered, and the values with which they do not. Others are refused, so that nothing is ignored
-in silence."""
+"""Keys that would change what is answered, and the values with which they do not. Others are refused, never ignored."""
 DISTRIBUTION: dict[str, tuple[Any, ...]] = {
     "top_p": (1, None), "top_k": (-1, 0, None), "min_p": (0, None), "frequency_penalty": (0, None), "presence_penalty": (0, None),
     "repetition_penalty": (1, None), "logit_bias": ({}, None),
@@ -58,7 +55,7 @@ class ChatMessage(BaseModel):
     name: str | None = None
 
     @model_validator(mode="after")
-    def _honoured(self) -> ChatMessage:
+    def _honoured(self) -> Self:
         if extra := [key for key, value in (self.model_extra or {}).items() if value]:
             raise ValueError(f"{extra[0]} of a message is not supported")
         if self.tool_calls and self.role != "assistant":
@@ -77,7 +74,7 @@ class ToolFunction(BaseModel):
     parameters: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _is_a_schema(self) -> ToolFunction:
+    def _is_a_schema(self) -> Self:
         if why := _no_schema(json.dumps(self.parameters)):
             raise ValueError(f"parameters of {self.name} are no JSON schema: {why}")
         return self
@@ -144,7 +141,7 @@ class ChatRequest(BaseModel):
     """The answer (``<id>/<choice>``) that the last assistant message is, where texts alone could be ambiguous."""
 
     @model_validator(mode="after")
-    def _streamed(self) -> ChatRequest:
+    def _streamed(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options without stream: true")
         return self
@@ -196,8 +193,7 @@ def _calls(text: str) -> list[ToolCall]:
             return []
         if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
             return []
-        arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
-        function = CalledFunction(name=call["name"][:256], arguments=arguments)
+        function = CalledFunction(name=call["name"][:256], arguments=json.dumps(call.get("arguments", {}), ensure_ascii=False))
         found.append(ToolCall(id=f"call_{secrets.token_hex(8)}", function=function))
     return found
 

@@ -2,13 +2,11 @@
 history as texts each time, which may render to other tokens than the policy sampled. A known history continues as an episode does:
 its tokens, then the new messages as an observation. An unknown one is rendered whole, and the answer has ``exact: false``."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from rayloop.chat.openai.api import ChatMessage, message_of
 from rayloop.chat.rendering import Rendered, Renderer
@@ -39,7 +37,7 @@ class Conversation:
         """The tokens of all turns."""
         return tuple(token for turn in self.turns for token in turn.token_ids)
 
-    def answered(self, completion: Completion, sampling: Sampling) -> Conversation:
+    def answered(self, completion: Completion, sampling: Sampling) -> Self:
         """The conversation with one more sampled turn."""
         return replace(self, turns=(*self.turns, completion.turn), sampling=sampling)
 
@@ -47,8 +45,7 @@ class Conversation:
         """The conversation as a trace. Raises DataFailure unless it is ``exact``: then its tokens were not all sampled here."""
         if not self.exact:
             raise DataFailure("conversation", self.why)
-        data = {image.ref.sha256: image.data for image in self.images if image.data is not None}
-        return Trace.of(self.turns, data)
+        return Trace.of(self.turns, {image.ref.sha256: image.data for image in self.images if image.data is not None})
 
     @property
     def bytes(self) -> int:

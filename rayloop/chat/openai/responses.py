@@ -1,10 +1,8 @@
 """OpenAI's ``responses`` as chat completions and back: the part of it that a sampled policy can honour."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -35,7 +33,7 @@ class ResponsesRequest(BaseModel):
     user: str | None = None
 
     @model_validator(mode="after")
-    def _honoured(self) -> ResponsesRequest:
+    def _honoured(self) -> Self:
         known = _IGNORED | DISTRIBUTION.keys()
         if extra := [key for key, value in (self.model_extra or {}).items() if value and key not in known]:
             raise ValueError(f"{extra[0]} is not supported")

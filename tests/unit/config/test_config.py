@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -25,7 +26,6 @@ from rayloop.run.config import RunConfig
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.serve_apps.settings import ServeFile
 from rayloop.sft.stage import SftConfig
-from rayloop.transports.settings import CudaIpcTransport
 from tests.support.runs import set_key, settings
 
 Write = Callable[..., Path]
@@ -508,24 +508,6 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight_sync.transport": {"kind": "cuda_ipc"}}, "num_gpus is 0 and .* is 0, for 1 ranks and 1 rollout actors"),
-        (
-            {
-                "weight_sync.transport": {"kind": "cuda_ipc"},
-                "policy.placement": {"num_gpus": 1},
-                "rollout.placement": {"num_gpus": 1},
-            },
-            "cuda_ipc needs the policy, with one rank, and all rollout actors on one GPU",
-        ),
-        (
-            {
-                "weight_sync.transport": {"kind": "cuda_ipc"},
-                "policy.ranks": 2,
-                "policy.placement": {"num_gpus": 0.25},
-                "rollout.placement": {"num_gpus": 0.25},
-            },
-            "cuda_ipc needs the policy, with one rank",
-        ),
         (
             {
                 "weight_sync.transport": {"kind": "nccl"},
@@ -533,6 +515,15 @@ def test_the_page_of_the_components_is_current_and_leaves_none_out() -> None:
                 "rollout.placement": {"num_gpus": 0.5},
             },
             "nccl sends between GPUs that are not shared, and policy.placement.num_gpus is 1 and rollout",
+        ),
+        (
+            {
+                "weight_sync.transport": {"kind": "collective"},
+                "rollout.engine": {"kind": "vllm", "extra": {"enable_sleep_mode": True}},
+                "policy.placement": {"num_gpus": 0.5},
+                "rollout.placement": {"num_gpus": 0.5},
+            },
+            "engines that share GPUs in turns are asleep while the policy sends; use object_store",
         ),
     ],
 )
@@ -544,11 +535,20 @@ def test_transports_that_the_placement_does_not_allow_are_refused(changes: dict[
         RunConfig.model_validate(config)
 
 
-def test_engines_that_share_the_policy_s_gpu_may_open_its_weights(tmp_path: Path) -> None:
-    placement = {"placement": {"num_gpus": 0.4}}
-    config = settings(tmp_path, tmp_path, policy=placement, weight_sync={"transport": {"kind": "cuda_ipc"}})
-    config["rollout"] |= placement
-    assert RunConfig.model_validate(config).weight_sync.transport == CudaIpcTransport()
+@pytest.mark.parametrize(
+    ("engine", "gpus", "workers"),
+    [({"kind": "transformers"}, 0, 0), ({"kind": "vllm"}, 0, 1), ({"kind": "vllm"}, 4, 4),
+     ({"kind": "vllm", "extra": {"pipeline_parallel_size": 2}}, 4, 4),
+     ({"kind": "vllm", "extra": {"tensor_parallel_size": 2}}, 0, 2),
+     ({"kind": "sglang", "extra": {"tp_size": 2}}, 2, 2), ({"kind": "sglang", "extra": {"tp_size": 2, "pp_size": 2}}, 4, 0)],
+)  # fmt: skip
+def test_every_process_of_an_engine_is_a_member_of_a_broadcast(
+    engine: dict[str, Any], gpus: int, workers: int, tmp_path: Path
+) -> None:
+    config = settings(tmp_path, tmp_path, rollout__engine=engine, weight_sync={"transport": {"kind": "collective"}})
+    config["rollout"]["placement"] = {"num_gpus": gpus}
+    found = pickle.loads(pickle.dumps(RunConfig.model_validate(config).transport))
+    assert (found.workers, found.timeout) == (workers, found.share * RunConfig.model_validate(config).sync_timeout)
 
 
 @pytest.mark.parametrize(

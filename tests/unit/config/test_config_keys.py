@@ -31,9 +31,9 @@ SECTIONS = {part for path in PATHS if "." in path for part in path.split(".")[:-
 FOREIGN = {
     "logprobs.content", "policy.engine.lora.targets", "policy.engine.lora.vision",
     "policy.engine.freeze_vision", "data.shuffle", "data.max_train_samples", "model.embed_tokens.weight", "model.norm.weight",
-    "model.layers",
+    "model.layers", "console.css", "console.js",
 }  # fmt: skip
-"""A field of OpenAI's answers, keys of older checkpoints, a key of verl, and names of weights."""
+"""A field of OpenAI's answers, keys of older checkpoints, a key of verl, names of weights and of files."""
 ENDINGS = {"py", "md", "yaml", "json", "jsonl", "png", "safetensors", "parquet", "pt", "html", "txt", "key", "bin", "sh"}
 
 

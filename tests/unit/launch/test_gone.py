@@ -253,7 +253,7 @@ def test_without_slurm_a_program_that_the_machines_failed_is_begun_again(tmp_pat
         now[0] += seconds
 
     monkeypatch.setattr(restarts, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    monkeypatch.setattr(node, "prctl", lambda *_: None)
+    monkeypatch.setattr(node, "adopt_orphans", lambda: None)
     monkeypatch.setattr(slurm_job, "job", lambda: None)
     asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999")
     assert node.run_node(asks) == 0

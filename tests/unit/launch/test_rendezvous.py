@@ -200,7 +200,7 @@ def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(tmp_p
     monkeypatch.setattr(slurm_job, "can_ask", lambda: True)
     monkeypatch.setattr(slurm_job, "requeue", requeue)
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
-    monkeypatch.setattr(node, "prctl", lambda *_: None)
+    monkeypatch.setattr(node, "adopt_orphans", lambda: None)
     asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=3, ports="20000-29999")
     with handling(lambda number, _: missed.append(number), signal.SIGTERM, signal.SIGUSR1):
         assert node.run_node(asks) == 75
@@ -247,7 +247,7 @@ def test_a_job_that_the_machines_ended_is_requeued_after_a_while(
     monkeypatch.setattr(slurm_job, "can_ask", lambda: True)
     monkeypatch.setattr(slurm_job, "requeue", lambda: asked.append(1))
     monkeypatch.setattr(Rendezvous, "register", lambda *_, **__: None)
-    monkeypatch.setattr(node, "prctl", lambda *_: None)
+    monkeypatch.setattr(node, "adopt_orphans", lambda: None)
     asks = argparse.Namespace(rendezvous=tmp_path, cluster="mine", role=role, program=["train"], requeue=10, ports="20000-29999")
     assert node.run_node(asks) == (69 if isinstance(ends, Exception) else ends)
     assert len(asked) == requeued

@@ -380,3 +380,9 @@ def test_a_function_survives_the_dump(tmp_path: Path) -> None:
     path = tmp_path / "reward.yaml"
     path.write_text(dump(settings, expand_components=True), encoding="utf-8")
     assert load(path, [], RewardSettings) == settings
+
+
+def test_the_reason_of_who_judged_is_kept() -> None:
+    found = as_outcome(Scored(1.0, {"accuracy": float("nan")}, reason="exact: the same text"))
+    assert isinstance(found, Scored)
+    assert (found.reason, found.flags) == ("exact: the same text", ("invalid_component",))
