@@ -21,9 +21,8 @@ from rayloop.core.types import Ref, Trajectory, TrajectoryId, Version
 from rayloop.engines.machine import grow_segments
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT
-from rayloop.grpo.balance import MemberLength, shares
+from rayloop.grpo.balance import MemberLength, mini_batches, shares
 from rayloop.grpo.losses.settings import LossSettings
-from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.settings import UpdateSettings
 from rayloop.grpo.staleness import lag
 from rayloop.transports.seam import Sender

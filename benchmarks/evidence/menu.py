@@ -32,8 +32,8 @@ from rayloop.engines.generation.decoding import DecodeRequest
 from rayloop.engines.models import hf_state
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.grpo.advantage import build_advantage, over_step
+from rayloop.grpo.balance import mini_batches
 from rayloop.grpo.losses.settings import LossChoice, LossSettings
-from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.settings import AdvantageChoice
 from rayloop.recipes.arc_vision.data import GroundingRows
 

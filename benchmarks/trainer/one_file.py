@@ -25,11 +25,11 @@ from rayloop.engines.training.optimizer import learning_rate
 from rayloop.engines.training.scorer import Scorer, score
 from rayloop.envs.episode import summarize
 from rayloop.grpo.advantage import CheckedAdvantage, with_advantages
+from rayloop.grpo.balance import mini_batches
 from rayloop.grpo.batch import TrainSample
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.losses.policy import Denominator, PolicyLoss, token_weights
 from rayloop.grpo.losses.settings import PpoLoss
-from rayloop.grpo.minibatches import mini_batches
 from rayloop.grpo.selection import apply_filters, enough, select
 from rayloop.grpo.settings import AdvantageSettings, FilteringSettings, UpdateSettings
 from rayloop.grpo.staleness import AcceptanceRate

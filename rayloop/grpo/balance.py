@@ -1,11 +1,13 @@
-"""Spreads the trajectories of one optimizer update over the ranks. Pure and deterministic; no torch. A rank computes the common
-prompt of its trajectories once: groups stay whole, and packed lengths are balanced (the prompt once, then each one's rest)."""
+"""Cuts a step's groups into optimizer updates, and spreads the trajectories of each over the ranks. Pure; no torch.
+A rank computes the common prompt of its trajectories once: groups stay whole, and packed lengths are balanced."""
 
 import heapq
+import random
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-from rayloop.core.types import Summary
+from rayloop.core.types import Summary, derive
+from rayloop.grpo.settings import UpdateSettings
 
 Place = tuple[int, int]
 """A trajectory: index of the group, and of the member in the group."""
@@ -14,6 +16,29 @@ Shares = tuple[tuple[Place, ...], ...]
 
 WORTH = 0.98
 """Groups are cut when that lowers the fullest rank's tokens to at most this share: a cut computes a prompt twice."""
+
+
+def mini_batches(
+    sizes: Sequence[int], update: UpdateSettings, seed: int, step: int, nominal: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Returns a tuple of group indices (ascending) per optimizer update. ``sizes``: trajectories per group. Each epoch deals all
+    groups in shuffled order, each to the mini-batch with the fewest trajectories so far. A step with fewer trajectories than
+    ``nominal`` (its target) gets fewer mini-batches, and never more than it has groups."""
+    count = min(update.mini_batches, len(sizes))
+    if nominal is not None and sum(sizes) < nominal:
+        count = min(count, max(1, update.mini_batches * sum(sizes) // nominal))
+    updates: list[tuple[int, ...]] = []
+    for epoch in range(update.epochs):
+        order = list(range(len(sizes)))
+        random.Random(derive(seed, "mini_batches", step, epoch)).shuffle(order)
+        dealt: list[list[int]] = [[] for _ in range(count)]
+        filled = [0] * count
+        for index in order:
+            least = filled.index(min(filled))
+            dealt[least].append(index)
+            filled[least] += sizes[index]
+        updates.extend(tuple(sorted(part)) for part in dealt)
+    return tuple(updates)
 
 
 class MemberLength(NamedTuple):

@@ -19,9 +19,8 @@ from torch import Tensor
 from rayloop.core.groups import Group, Scored
 from rayloop.core.types import Task, TrajectoryId
 from rayloop.grpo.advantage import build_advantage, over_step, with_advantages
-from rayloop.grpo.losses.adaptive import Coefficients
 from rayloop.grpo.losses.correction import weights
-from rayloop.grpo.losses.kl import estimate
+from rayloop.grpo.losses.kl import Coefficients, estimate
 from rayloop.grpo.losses.policy import Denominator, PolicyLoss, token_weights
 from rayloop.grpo.losses.settings import Correction, LossChoice, LossSettings
 from rayloop.grpo.losses.surrogates import LossInputs

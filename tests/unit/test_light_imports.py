@@ -15,7 +15,7 @@ LIGHT = [
     "rayloop.grpo.selection",
     "rayloop.grpo.replay",
     "rayloop.grpo.staleness",
-    "rayloop.grpo.minibatches",
+    "rayloop.grpo.balance",
 ]
 
 

@@ -29,9 +29,11 @@ from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, PromptImage, TokenPrompt
 from rayloop.data.images import decode, image_geometry
 from rayloop.engines.attention import packs_images, use_packed_vision
-from rayloop.engines.models.experts import FUSED, as_saved
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES, verify
+
+FUSED = (".experts.gate_up_proj", ".experts.down_proj")
+"""How the names end of the tensors that hold all experts of a layer: [experts, out, in]."""
 
 
 def has_vision(config: PreTrainedConfig) -> bool:
@@ -333,3 +335,18 @@ def picture(image: PromptImage, patch: int) -> Image.Image:
         return decode(read_image(image.ref, image.data))
     size = (image.ref.grid[2] * patch, image.ref.grid[1] * patch)
     return decode(read_image(image.ref, image.data)).resize(size, Image.Resampling.BICUBIC)
+
+
+def as_saved(layout: str, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensor under the names of the checkpoint, as views of it. ``layout``: of the family (``ModelFamily.experts``)."""
+    if not layout or not name.endswith(FUSED):
+        return {name: tensor}
+    if layout == "transposed":
+        return {name: tensor.transpose(1, 2)}
+    experts, _, kind = name.rpartition(".")
+    parts = kind.replace("gate_up", "gate up").replace("_proj", "").split()
+    return {
+        f"{experts}.{number}.{part}_proj.weight": view
+        for number, expert in enumerate(tensor)
+        for part, view in zip(parts, expert.chunk(len(parts)), strict=True)
+    }

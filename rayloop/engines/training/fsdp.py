@@ -26,8 +26,7 @@ from rayloop.core.threads import asked, settle, start
 from rayloop.core.types import Trajectory, TrajectoryId, Version, derive
 from rayloop.engines.attention import flex_chosen
 from rayloop.engines.machine import keep_freed
-from rayloop.engines.models import checkpoint_names, load_model, model_groups
-from rayloop.engines.models.experts import as_saved
+from rayloop.engines.models import as_saved, checkpoint_names, load_model, model_groups
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator

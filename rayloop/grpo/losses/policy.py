@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from rayloop.grpo.losses import correction
-from rayloop.grpo.losses.adaptive import Coefficients
-from rayloop.grpo.losses.kl import estimate, k3, to_go
+from rayloop.grpo.losses.kl import Coefficients, estimate, k3, to_go
 from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.settings import LossSettings
 from rayloop.grpo.losses.surrogates import RATIO_BOUND, LossInputs, surrogate

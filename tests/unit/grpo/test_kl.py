@@ -10,8 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from rayloop.grpo.losses.adaptive import Coefficients
-from rayloop.grpo.losses.kl import estimate, to_go
+from rayloop.grpo.losses.kl import Coefficients, estimate, to_go
 from rayloop.grpo.losses.policy import PolicyLoss
 from rayloop.grpo.losses.settings import Estimator, KlTerm, PpoLoss
 from tests.oracles import losses as oracle

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.types import derive
-from rayloop.grpo.minibatches import mini_batches
+from rayloop.grpo.balance import mini_batches
 from rayloop.grpo.settings import UpdateSettings
 
 
