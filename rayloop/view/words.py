@@ -2,8 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
 from typing import Any
 from unicodedata import category
+
+import jinja2
+import yaml
 
 from rayloop.config.explain import short
 from rayloop.core.groups import Outcome, Scored
@@ -14,6 +19,7 @@ Record = Mapping[str, Any]
 _STEERING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Categories of Unicode's characters that are written out, but for tabs, line breaks, and the joiners of scripts and emoji."""
 
+TEMPLATES: dict[str, str] = yaml.safe_load((Path(__file__).parent / "words.yaml").read_text(encoding="utf-8"))
 PHASES = {
     "start": "starting actors",
     "verify": "checking that engine and trainer agree",
@@ -32,11 +38,20 @@ def doing(phase: str, progress: tuple[int, int] | None) -> str:
 
 
 def describe(record: Record) -> str:
-    """One line for an event, a table for controls, tracebacks whole. An event without words of its own is shown with its fields."""
-    emit = _WORDS.get(record["event"], _fields)
+    """One line for an event, a table for controls, tracebacks whole. An event without words of its own is shown with its fields.
+    Raises jinja2.UndefinedError, KeyError or TypeError for an event of another version."""
+    kind = record["event"]
+    said = _template(kind).render(record) if kind in TEMPLATES else _WORDS.get(kind, _fields)(record)
     when = f"[{record['step']}] " if "step" in record else ""
     trace = f"\n{record['traceback']}" if "traceback" in record else ""
-    return f"{when}{emit(record)}{trace}"
+    return f"{when}{said}{trace}"
+
+
+@cache
+def _template(kind: str) -> jinja2.Template:
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)  # lines of text, not of HTML
+    environment.filters |= {"span": span, "number": number}
+    return environment.from_string(TEMPLATES[kind])
 
 
 def span(seconds: float) -> str:
@@ -86,44 +101,6 @@ def _fields(record: Record) -> str:
     return f"{record['event']}: " + ", ".join(f"{key} {number(v)}" for key, v in record.items() if key not in hidden and v != "")
 
 
-def _starting(record: Record) -> str:
-    actors: Mapping[str, int] = record["actors"]
-    return f"starting {sum(actors.values())} actors: " + ", ".join(f"{count} {role}" for role, count in actors.items())
-
-
-def _begin(record: Record) -> str:
-    restored = record["restored"]
-    parts = ["training begins with the start model" if restored is None else f"training continues from {restored}"]
-    if best := record.get("best"):
-        parts.append(f"the best held-out reward so far is {number(best['reward'])}, of step {best['step']}")
-    if moved := record["superseded_records"]:
-        parts.append(f"records of {moved} later steps are moved aside")
-    return "; ".join(parts)
-
-
-def _changed(record: Record) -> str:
-    values = ", ".join(f"{key} {then} -> {now}" for key, (then, now) in record["values"].items())
-    return f"changed since step {record['step']}: {values}"
-
-
-def _logprob_check(record: Record) -> str:
-    agree = "yes" if record["mean"] <= record["tolerance"] else "NO"
-    images = f"; other images change them by {number(record['swapped'])}" if record["images"] else ""
-    return (
-        f"engine and trainer agree: {agree}, their log-probs differ by {number(record['mean'])} on average over {record['tokens']} "
-        f"tokens ({number(record['tolerance'])} is allowed){images}"
-    )
-
-
-def _self_test(record: Record) -> str:
-    if record.get("skipped"):
-        return f"weight sync ({record['group']}): not tested, {record['skipped']}"
-    return (
-        f"weight sync ({record['group']}) reaches the engine: a visible change of the weights moved the trainer by "
-        f"{number(record['moved'])}, the engine then differed by {number(record['follows'])}"
-    )
-
-
 def _evaluated(record: Record) -> str:
     """Means of the reward and its components; those by source, of controls and the bounds are left to the run folder."""
     means = {k.removeprefix("val/").removesuffix("/mean"): v for k, v in record.items() if fnmatch(k, "val/*/mean")}
@@ -156,43 +133,7 @@ def _gain(pair: Mapping[str, Any]) -> str:
 
 
 _WORDS: dict[str, Callable[[Record], str]] = {
-    "starting": _starting,
-    "started": lambda record: (
-        f"all actors are ready after {span(record['seconds'])}"
-        + (f"; {record['threads']}" if record.get("threads") else "")
-        + (f"; code of the policy is held in by {record['sandbox']}" if record.get("sandbox") else "")
-    ),
-    "begin": _begin,
-    "changed": _changed,
-    "logprob_check": _logprob_check,
-    "self_test": _self_test,
     "evaluated": _evaluated,
     "gain": lambda record: "\n".join(gained(record)),
     "controls": lambda record: "controls: " + "\n".join(table({**record, "sources": {}})),
-    "silent": lambda record: f"{record['actor']} does not answer, for {span(record['seconds'])} now; awaited: {record['awaited']}",
-    "driver_silent": lambda record: (
-        f"the driver has not answered for {span(record['seconds'])}; it is given up in {span(record['left'])}"
-    ),
-    "stalled": lambda record: (
-        f"nothing has moved for {span(record['seconds'])}; awaited: {record['awaited']} "
-        f"(stacks in {record['stacks'] or 'the log of the driver'})"
-    ),
-    "checkpoint": lambda record: f"saved checkpoints/{record['folder']} in {record['seconds']:.1f} s",
-    "grace_too_short": lambda record: (
-        f"WARNING: an update and a checkpoint take up to {span(record['seconds'])}, a stop has {span(record['grace'])}: it might "
-        "not be saved. Raise preemption.grace, and what the scheduler allows"
-    ),
-    "quarantined": lambda record: f"left out: {record['path']}: {record['reason']}",
-    "alarm": lambda record: f"ALARM: {record['why']}",
-    "warning": lambda record: f"WARNING: {record['why']}",
-    "unscored": lambda record: (
-        f"trajectory {record['trajectory']} of task {record['task']}: no reward, the first {record['outcome']}: {record['why']}"
-    ),
-    "grader_error": lambda record: (
-        f"the grader raised on trajectory {record['trajectory']} of task {record['task']}; further tracebacks are in logs/"
-    ),
-    "data_warning": lambda record: f"warning: {record['why']}",
-    "finished": lambda record: "finished",
-    "already_done": lambda record: f"there is nothing left to train: {record['advice']}",
-    "preempted": lambda record: "stopped as asked; a checkpoint is there to continue from",
 }
