@@ -127,7 +127,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     """Print a column for each run. Returns 0; raises ConfigError."""
     folders = [RunFolder.begun(path) for path in arguments.run_folders]
     columns = [_figures(folder) for folder in folders]
-    table = Table("", *(folder.path.name for folder in folders), box=None)
+    table = Table(f"means of the last {SEEN} steps", *(folder.path.name for folder in folders), box=None)
     for name in dict.fromkeys(name for column in columns for name in column):
         table.add_row(name, *(column.get(name, "") for column in columns))
     Console(soft_wrap=True, markup=False, highlight=False).print(table)

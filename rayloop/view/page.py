@@ -32,7 +32,8 @@ from rayloop.view.words import gained, number
 PAGES = jinja2.PackageLoader("rayloop.view", "pages")
 COMPARED = 4
 """Held-out tasks whose first and last answers are shown."""
-ROUTINE = ("start", "begin", "logprob_check", "self_test", "evaluated", "controls", "gain", "trained", "checkpoint", *ENDS)
+ROUTINE = ("starting", "started", "start", "begin", "logprob_check", "self_test", "evaluated", "controls", "gain", "trained",
+           "checkpoint", *ENDS)  # fmt: skip
 
 
 def write_page(run: Path, out: Path | None, groups: int) -> Path:
