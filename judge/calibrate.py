@@ -1,20 +1,27 @@
 """Calibration of a judge over labelled items: accuracy, Cohen's kappa, false positives on attacks, and drift."""
 
 import asyncio
+import json
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
+from rayloop.core.files import write_whole
 from rayloop.judge.api import JudgeUnscored, JudgeVerdict, Result, VerdictKind
 from rayloop.judge.client import JudgeClient
 from rayloop.judge.rubric import Labelled, calibration
 from rayloop.judge.transport import DRIFT
 
 logger = logging.getLogger(__name__)
+
+CALIBRATION = "judge_calibration.json"
+"""The newest calibration, beside the judge's announcement: what the console shows."""
 
 
 class Gate(SettingsModel):
@@ -105,25 +112,52 @@ def failures(found: Score, gate: Gate) -> list[str]:
     return [text for passed, text in checks if not passed]
 
 
+async def second_opinions(
+    client: JudgeClient, items: Sequence[Labelled], answers: Sequence[Result], patience: float
+) -> list[tuple[Labelled, JudgeVerdict, JudgeVerdict]]:
+    """The items that rules decided, each with their verdict and the model's own; without those that no model judges."""
+    ruled = [(one, v) for one, v in zip(items, answers, strict=True) if isinstance(v, JudgeVerdict) and v.decided_by == "rules"]
+    again = await measure(client, [one for one, _ in ruled], patience, fresh=True)
+    pairs = zip(ruled, again, strict=True)
+    return [(one, rule, own) for (one, rule), own in pairs if isinstance(own, JudgeVerdict) and own.decided_by == "model"]
+
+
 async def calibrate(
-    client: JudgeClient, gate: Gate, patience: float = 600.0, say: Callable[[str], None] = print, *, drift: bool = False
-) -> bool:
-    """Ask the judge the whole set (or the drift subset), print the table, and return whether it passes the gate."""
+    client: JudgeClient, gate: Gate, patience: float = 600.0, say: Callable[[str], None] = print, *, drift: bool = False,
+    keep: Path | None = None,
+) -> bool:  # fmt: skip
+    """Ask the judge the whole set (or the drift subset), and the model what rules decided; print the table, write it and the items
+    on which rules and model differ to ``keep`` as JSON, and return whether it passes the gate."""
     items = drift_subset(calibration()) if drift else calibration()
     answers = await measure(client, items, patience)
     by_rule = sum(isinstance(answer, JudgeVerdict) and answer.decided_by == "rules" for answer in answers)
+    opinions = await second_opinions(client, items, answers, patience)
+    disputed = [(one, rule, own) for one, rule, own in opinions if rule.verdict is not own.verdict]
     labels = sorted({answer.backend for answer in answers if answer.backend})
     say(f"{client.connection.url}: {len(items)} items, backend {', '.join(labels) or 'unknown'} ({client.fingerprint})")
     say(HEADER)
+    scores = []
     for family in dict.fromkeys(one.family for one in items):
         part = [(one, answer) for one, answer in zip(items, answers, strict=True) if one.family == family]
-        say(str(score(family, [one for one, _ in part], [answer for _, answer in part])))
+        scores.append(score(family, [one for one, _ in part], [answer for _, answer in part]))
     whole = score("all", items, answers)
-    say(str(whole))
+    for line in (*scores, whole):
+        say(str(line))
     say(f"{by_rule} of {len(items)} were decided by rules, without a model")
+    say(f"the model itself, asked about {len(opinions)} of them, differs on {len(disputed)}")
+    for one, rule, own in disputed[:3]:
+        say(f"  {one.id}: {one.item.answer!r} for {one.item.reference!r}: rules {rule.verdict}, model {own.verdict}")
     for answer in [answer for answer in answers if isinstance(answer, JudgeUnscored)][:3]:
         say(f"no verdict: {answer.kind}: {answer.reason}")
     problems = failures(whole, gate)
+    if keep:
+        about = {"time": time.time(), "url": client.connection.url, "fingerprint": client.fingerprint, "problems": problems}
+        differ = [
+            {"item": one.id, **one.item.model_dump(include={"question", "reference", "answer"}), "label": one.verdict,
+             "rules": rule.verdict, "model": own.verdict, "reason": own.reason} for one, rule, own in disputed
+        ]  # fmt: skip
+        kept = {**about, "scores": [asdict(of) for of in (*scores, whole)], "asked": len(opinions), "disputed": differ}
+        write_whole(keep, json.dumps(kept).encode())
     say(f"does not pass: {'; '.join(problems)}" if problems else "passes")
     return not problems
 

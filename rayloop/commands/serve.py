@@ -12,7 +12,7 @@ from rayloop.config.settings import Component, SettingsModel, load, local_path
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.judge.api import JudgeVersion
-from rayloop.judge.calibrate import Gate, calibrate
+from rayloop.judge.calibrate import CALIBRATION, Gate, calibrate
 from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.transport import JudgeConnection
 from rayloop.launch.ray_variables import joined_cluster
@@ -86,10 +86,14 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     except ValidationError as error:
         raise ConfigError(f"--gate: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
 
+    arguments.announce.parent.mkdir(parents=True, exist_ok=True)
+
     async def ask() -> bool:
         client = JudgeClient(client_settings(arguments))
         try:
-            return await calibrate(client, gate, arguments.patience, drift=arguments.drift)
+            return await calibrate(
+                client, gate, arguments.patience, drift=arguments.drift, keep=arguments.announce.with_name(CALIBRATION)
+            )
         finally:
             await client.close()
 

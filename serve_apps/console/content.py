@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import jinja2
 import yaml
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rayloop.core.failures import RayloopError
 from rayloop.data.images import FORMATS
 from rayloop.judge.api import JudgeVersion
+from rayloop.judge.calibrate import CALIBRATION
 from rayloop.judge.transport import ConnectionSettings, JudgeConnection
 from rayloop.run.folder import RunFolder
 from rayloop.view.charts import charts, drawn, is_constant
@@ -169,6 +171,7 @@ class Console:
         source = (self.folder.configuration.get("reward") or {}).get("source") or {}
         return {
             "source": source,
+            "calibrated": calibrated(self.folder.path.with_name(CALIBRATION)),
             "now": asyncio.run(judge_now(source.get("with") or {})) if self.folder.lock.holder() else {},
             "newest": newest,
             "records": [record for group in members(self.folder, newest).values() for record in group][:ROWS],
@@ -225,6 +228,14 @@ async def judge_now(settings: Record) -> Record:
     return found
 
 
+def calibrated(file: Path) -> Record:
+    """What ``judge calibrate`` wrote there; empty when it wrote nothing that can be read."""
+    with suppress(OSError, ValueError):
+        found: Record = json.loads(file.read_text(encoding="utf-8"))
+        return found
+    return {}
+
+
 def figures(text: str) -> list[tuple[str, str, float | None]]:
     """Meaning, labels and value of a judge's metrics in Prometheus' format; of a histogram its mean."""
     rows = list[tuple[str, str, float | None]]()
@@ -244,7 +255,7 @@ def said(event: Record) -> str:
     plain = {key: value for key, value in event.items() if key not in ("schema_version", "time", "step")}
     try:
         return describe(plain)
-    except (KeyError, TypeError, ValueError):  # written by another version
+    except (KeyError, TypeError, ValueError, jinja2.UndefinedError):  # written by another version
         return json.dumps(plain, ensure_ascii=False)
 
 

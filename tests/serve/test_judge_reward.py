@@ -25,7 +25,7 @@ from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, 
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
 from rayloop.judge.calibrate import DriftWatch, Gate, calibrate, drift_subset, failures, score
 from rayloop.judge.client import ClientSettings, JudgeClient
-from rayloop.judge.grader import Grader
+from rayloop.judge.grader import Grader, decide
 from rayloop.judge.reward import JudgeReward
 from rayloop.judge.rubric import FOLDER, calibration, load_rubrics
 from rayloop.rewards.settings import RewardSettings
@@ -476,6 +476,43 @@ def test_calibrate_prints_a_table_and_applies_the_gate(stub: JudgeStub) -> None:
     passed, lines = asyncio.run(run(Gate(min_accuracy=1)))
     assert not passed
     assert lines[-1].startswith("does not pass: accuracy")
+
+
+def test_calibrate_keeps_where_the_model_differs_from_the_rules(stub: JudgeStub, tmp_path: Path) -> None:
+    """The judge applies the rules; its model takes equal texts for right and all others for wrong, so it differs from some."""
+    rubrics, kept = load_rubrics(), tmp_path / "kept.json"
+
+    def ruled(item: JudgeItem) -> bool | None:
+        return decide(rubrics[item.rubric], item).correct
+
+    def equal(item: JudgeItem) -> bool:
+        return item.answer == item.reference
+
+    async def judge(stub: JudgeStub, items: list[dict[str, Any]], receive: Any, send: Any) -> None:
+        found = []
+        for item in map(JudgeItem.model_validate, items):
+            rule = None if item.fresh else ruled(item)
+            right, by = (equal(item), "model") if rule is None else (rule, "rules")
+            found.append({**verdict(right, stub.fingerprint), "decided_by": by})
+        await body(send, 200, json.dumps({"results": found}).encode())
+
+    async def run() -> bool:
+        client = JudgeClient(ClientSettings(url=stub.url, **FAST, canary=False))
+        try:
+            return await calibrate(client, Gate(max_attack_rate=0), 20, lambda line: None, keep=kept)
+        finally:
+            await client.close()
+
+    stub.always = judge
+    passed, found = asyncio.run(run()), json.loads(kept.read_text(encoding="utf-8"))
+    by_rule = [one for one in calibration() if ruled(one.item) is not None]
+    differ = {one.id for one in by_rule if ruled(one.item) != equal(one.item)}
+    assert differ, "no item shows a difference"
+    assert found["asked"] == len(by_rule)
+    assert {one["item"] for one in found["disputed"]} == differ
+    assert {one["rules"] for one in found["disputed"]} | {one["model"] for one in found["disputed"]} == {"correct", "incorrect"}
+    assert (not found["problems"]) == passed
+    assert sum(one["count"] for one in found["scores"][:-1]) == found["scores"][-1]["count"] == len(calibration())
 
 
 def test_a_judge_without_verdicts_does_not_pass() -> None:

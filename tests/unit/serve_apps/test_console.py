@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import yaml
 from fastapi.testclient import TestClient
 
 from rayloop.core import events
+from rayloop.judge.calibrate import CALIBRATION
 from rayloop.run.folder import RunFolder
 from rayloop.serve_apps.console.app import HEADERS, PAGES, web
 from tests.support.pictures import picture
@@ -318,3 +320,28 @@ def test_an_event_of_another_version_is_shown_with_its_fields(folder: RunFolder)
     folder.events.append({"event": "checkpoint", "step": 2, "place": "elsewhere"})
     with served(folder) as client:
         assert "elsewhere" in said(client.get("/events?kind=checkpoint").text)
+
+
+def test_the_newest_calibration_is_shown_with_what_rules_decide_otherwise(tmp_path: Path) -> None:
+    family = {"name": "chart", "count": 40, "accuracy": 0.9, "kappa": math.nan, "false_positives": 0.1, "false_negatives": 0.0}
+    differs = {"item": "c7", "question": "How <b>many</b>?", "reference": "3", "answer": "3.0", "label": "correct"}
+    found = {
+        "time": 0.0, "url": "http://judge:8000", "fingerprint": "f1", "asked": 9,
+        "problems": ["accuracy 0.600, at least 0.85 wanted"],
+        "scores": [{**family, "attacks": 4, "attack_rate": 0.25, "unscored": 2}],
+        "disputed": [{**differs, "rules": "correct", "model": "incorrect", "reason": "another text"}],
+    }  # fmt: skip
+    with RunFolder(tmp_path, "run").acquired() as run, served(run) as client:
+        run.write_config(yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward"}}}))
+        assert "Calibration" not in said(client.get("/judge").text)
+        (tmp_path / CALIBRATION).write_text("{", encoding="utf-8")
+        assert "Calibration" not in said(client.get("/judge").text)
+        (tmp_path / CALIBRATION).write_text(json.dumps(found), encoding="utf-8")
+        html = client.get("/judge").text
+    page = said(html)
+    assert "Calibration of http://judge:8000 at 1970-01-01 00:00:00" in page
+    assert "does not pass accuracy 0.600, at least 0.85 wanted" in page
+    assert "chart 40 0.9 nan 0.1 0 4 0.25 2" in page
+    assert "Rules and model differ on 1 of 9 items" in page
+    assert "How <b>many</b>? 3 3.0 correct correct incorrect another text" in page
+    assert "<b>many" not in html
