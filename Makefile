@@ -15,13 +15,13 @@ PAGES = $(shell find *.md docs deploy recipes -name "*.md")
 PACKAGES := rayloop judge recipes actors cluster serve_apps benchmarks tests
 SPEC := pyproject.toml constraints.txt
 
-.PHONY: fast test test-adapters test-alerts test-env test-faults test-gpu-fake test-judge test-k8s test-nodes test-slurm test-stranger test-vllm lint quickstart digits docs site
+.PHONY: fast test test-adapters test-alerts test-commands test-env test-faults test-gpu-fake test-judge test-k8s test-nodes test-slurm test-stranger test-vllm lint quickstart digits docs site
 
 fast: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/unit
 
 test: lint
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env or adapters or gpu_fake or alerts)"
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env or adapters or gpu_fake or alerts or commands)"
 
 test-adapters: $(VENV_ADAPTERS)/.adapters
 	$(VENV_ADAPTERS)/bin/python -m tests.envs.programs install chromium-headless-shell
@@ -30,6 +30,10 @@ test-adapters: $(VENV_ADAPTERS)/.adapters
 test-alerts: $(VENV)/.dev
 	$(BIN)/python -m tests.deploy.prometheus.server install
 	$(BIN)/python -m pytest -q -rs tests/deploy/prometheus tests/unit/run/test_alerts.py
+
+test-commands: $(VENV)/.env
+	$(BIN)/python -m tests.envs.programs install
+	$(BIN)/python -m pytest -q -rs -m commands tests/envs
 
 test-env: $(VENV)/.env
 	$(BIN)/python -m tests.envs.programs install
@@ -121,7 +125,7 @@ $(VENV)/.env: $(VENV)/.dev
 	rm -rf "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests" # which verl brings, and which hides ours
 	touch $@
 
-# verifiers wants openai < 3 and mcp 2.0.0, browsergym playwright 1.44: each has a Python of its own (docs/bring_your_own/adapters.md).
+# verifiers wants openai < 3 and mcp 2.0.0, browsergym playwright 1.44, trackio pillow < 13: each has a Python of its own (docs/bring_your_own/adapters.md).
 $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	$(MAKE) VENV=$(VENV_ADAPTERS) $(VENV_ADAPTERS)/.torch
 	$(VENV_ADAPTERS)/bin/python -m pip install -q -e ".[gymnasium,mcp,openenv,reasoning-gym,textarena]" ale-py minigrid mlflow-skinny pytest pytest-timeout \
@@ -130,6 +134,8 @@ $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	.venv-verifiers/bin/python -m pip install -q verifiers -c constraints-adapters.txt
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/python -m pip install -q openenv-core pillow -c constraints-adapters.txt
+	test -x .venv-trackio/bin/python || $(PYTHON) -m venv .venv-trackio
+	.venv-trackio/bin/python -m pip install -q trackio pydantic pyyaml -c constraints-adapters.txt
 	test -x .venv-browsergym/bin/python || $(PYTHON) -m venv .venv-browsergym
 	.venv-browsergym/bin/python -m pip install -q browsergym-miniwob miniwob openai -c constraints-adapters.txt
 	touch $@
