@@ -63,6 +63,7 @@ PHASES = {"first bucket": 0, "middle": 2, "last bucket": 4, "end": -1, "copy": -
 """When a process of an engine is killed: at the number of buckets sent, when all are, when the object store's copy is asked for."""
 
 
+@pytest.mark.slow_faults
 def test_processes_of_engines_receive_and_one_that_is_killed_holds_up_nobody(tmp_path: Path) -> None:
     """Of two engines with two processes each, one of the second is killed in every phase, its replacement in the next one."""
     stage = Stage(tmp_path, 2, COLLECTIVE, workers=Streaming.workers, timeout=60.0)

@@ -66,6 +66,8 @@ def test_nodes_join_leave_and_join_the_next_head(cluster: Nodes) -> None:
     assert [path.name for path in cluster.temporary.glob("rayloop-*") if (path / "lock").exists()] == []
 
 
+@pytest.mark.slow_faults
+@pytest.mark.timeout(240)
 def test_a_program_is_asked_to_save_while_the_head_and_a_worker_stay(cluster: Nodes) -> None:
     leads = cluster.start("head")
     worker = cluster.start("worker", "--num-cpus=1", "--requeue=1")

@@ -48,7 +48,7 @@ class Nodes:
     def temporary(self) -> Path:
         return self.folder / "t"
 
-    def until(self, condition: Any, what: str, seconds: float = 60) -> Any:
+    def until(self, condition: Any, what: str, seconds: float = 150) -> Any:
         try:
             return eventually(condition, what, seconds, 0.2)
         except AssertionError as error:

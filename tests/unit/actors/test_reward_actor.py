@@ -279,13 +279,13 @@ def test_an_actor_with_too_many_hung_calls_asks_to_be_replaced(text_folder: Path
 
 
 def test_blocking_graders_do_not_wait_for_each_other(text_folder: Path) -> None:
-    Grader.answers, Grader.asked, Grader.seconds = [1.0] * 16, [], 0.3
+    Grader.answers, Grader.asked, Grader.seconds = [1.0] * 16, [], 1.0
     settings = RewardSettings(source=Component(use=f"{__name__}:Grader"))
     actor = RewardActor(ModelSettings(path=str(text_folder)), settings)
     began, before = time.monotonic(), threading.active_count()
     assert asyncio.run(actor.score(TASK, 0, *[trajectory(text_folder)] * 8)) == [Scored(1.0)] * 8
     Grader.seconds = 0.0
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 6.0, "one after the other they take 8 s"
     assert threading.active_count() - before < 50
 
 
