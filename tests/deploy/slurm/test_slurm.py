@@ -22,7 +22,7 @@ from rayloop.launch.slurm import SCRIPTS, nodes
 from tests.deploy.slurm.lab import Lab, lab, why_not
 from tests.support.runs import ROOT, eventually, settings
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 NAME = "lab"
 STORE = "--object-store-memory=100000000"
 SLOW = {"reset": {f"train-{number}": "hang" for number in range(24)}, "hang": 1.0}
@@ -57,8 +57,8 @@ class Site:
 
     def head(self, count: int) -> Head:
         """The published head, once so many nodes are in the dashboard."""
-        head: Head = self.wait(self.place.head, "a head", 120)
-        self.wait(lambda: len(alive(head)) >= count, f"{count} nodes", 120)
+        head: Head = self.wait(self.place.head, "a head", 240)
+        self.wait(lambda: len(alive(head)) >= count, f"{count} nodes", 240)
         return head
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float) -> Any:
@@ -162,7 +162,7 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
         urlopen(f"{head.dashboard}/api/v0/nodes", timeout=10)
     assert site.cluster("status").count("ALIVE") == 4
 
-    site.wait(lambda: len(site.steps("limited")) > 2, "three steps", 180)
+    site.wait(lambda: len(site.steps("limited")) > 2, "three steps", 420)
     busy = site.nodes(workers)
     [victim] = [node for node, process in site.lab.processes() if "".join(process.cmdline()).startswith("ray::PolicyRank")]
     cut = site.lab.cut(victim)
@@ -173,8 +173,8 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
     print(f"a silent node: noticed after {lost['time'] - cut:.1f} s")
     expected = sorted({"gpu1", "gpu2", "gpu3"} - {victim})
     assert victim in busy
-    site.wait(lambda: site.nodes(workers) == expected, "Slurm gives the worker another node", 90)
-    site.wait(lambda: site.steps("limited")[-1] > at + 2, "the same run goes on", 90)
+    site.wait(lambda: site.nodes(workers) == expected, "Slurm gives the worker another node", 240)
+    site.wait(lambda: site.steps("limited")[-1] > at + 2, "the same run goes on", 240)
     [first, *_] = [record["time"] for record in site.records("limited", "metrics") if record["time"] > lost["time"]]
     print(f"the next step after {first - cut:.1f} s")
     assert "Restarts=0" in site.state(job)
@@ -182,7 +182,7 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
     site.limit(head_job, minutes=site.minutes(head_job) + 1)  # one to two minutes from now, so that the signal is due
     site.wait(lambda: "Restarts=1" in site.state(head_job), "the time limit's signal, and a requeue", 150)
     site.limit(head_job, minutes=20)
-    site.completed(job, 240)
+    site.completed(job, 600)
     assert site.steps("limited") == list(range(1, 49)), "every step once, none lost"
     assert len(site.events("limited", "preempted")) == 1, "it was saved before its head left"
     assert "Restarts=0" in site.state(job), "it followed the head"
@@ -191,7 +191,7 @@ def test_a_dead_node_is_replaced_and_the_run_outlives_its_heads_time_limit(site:
     site.nothing_left_behind()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_fixed_size_job_trains_on_two_nodes_and_is_requeued_after_it_has_saved(site: Site) -> None:
     """``ray symmetric-run``: no rendezvous, no jobs beside it. Home is a folder of the test's: the token lies there."""
     home = site.folder / "home"
@@ -214,6 +214,6 @@ def test_a_fixed_size_job_trains_on_two_nodes_and_is_requeued_after_it_has_saved
     site.wait(lambda: "Restarts=1" in site.state(job), "a requeue", 150)
     assert len(site.events("fixed", "preempted")) == 1, "it was saved"
     assert len(site.steps("fixed")) < 10
-    site.completed(job, 240)
+    site.completed(job, 600)
     assert site.steps("fixed") == list(range(1, 11)), "every step once, none lost"
     eventually(lambda: not site.lab.processes(), f"processes end: {site.lab.processes()}", 15)
