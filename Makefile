@@ -43,7 +43,7 @@ test-faults: $(VENV)/.dev
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow_faults
 
 test-gpu-fake: $(VENV)/.dev
-	$(BIN)/python -m pytest -q -rs -m gpu_fake tests/gpu_fake
+	$(BIN)/python -m pytest -q -rs -m gpu_fake tests/gpu_fake tests/engines
 
 test-judge: $(VENV)/.judge
 	$(BIN)/python -m pytest -q -rs -m judge tests/serve

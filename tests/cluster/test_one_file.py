@@ -51,6 +51,7 @@ def configuration(folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow_faults
 def test_one_file_and_the_cluster_have_the_same_rewards_losses_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_file, "GROUPS", 4)
     before = torch.get_num_threads()

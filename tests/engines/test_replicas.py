@@ -19,6 +19,8 @@ from rayloop.engines.settings import FsdpSettings, LoraSettings
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 from tests.engines.training import SMALL, VERSION, Sgd, engine, mixed_items, refused, run_ranks, trajectory
 
+pytestmark = pytest.mark.gpu_fake
+
 TEXTS = [f"What is {i} + {3 * i}?" for i in range(50)]
 NAMES = [f"actor/{name}" for name in ("loss", "grad_norm", "tokens", "sequences")]
 TOLERANCE = 1e-6

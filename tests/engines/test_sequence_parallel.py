@@ -15,6 +15,8 @@ from rayloop.engines.tiny_vlm import write_tiny_vlm
 from rayloop.grpo.losses.settings import GspoLoss, LossSettings, PpoLoss
 from tests.engines.training import VERSION, Sgd, engine, mixed_items, refused, run_ranks, trajectory
 
+pytestmark = pytest.mark.gpu_fake
+
 TOLERANCE = 1e-6
 TEXTS = [f"What is {i} + {3 * i}?" for i in range(50)]
 WIDE = {"hidden": 64, "heads": 4, "kv_heads": 4, "intermediate": 128, "layers": 2, "vision_hidden": 64, "vision_heads": 2,

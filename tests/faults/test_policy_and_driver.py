@@ -40,6 +40,7 @@ def restored(made: Run, fault: str, cause: str, killed: float) -> tuple[dict[str
     return {**begin, "why": lost["why"]}, fault_table.Times(fault, killed, lost["time"], begin["time"])
 
 
+@pytest.mark.slow_faults
 def test_a_rank_and_then_the_driver_die(tmp_path: Path, digits_model: Path) -> None:
     marks = Marks(tmp_path / "marks")
     config = settings(

@@ -27,6 +27,7 @@ def complete(made: Run, steps: int) -> None:
     assert counts["trained"] == steps * 8, counts
 
 
+@pytest.mark.slow_faults
 def test_a_run_in_turns_passes_the_check_of_log_probs_and_the_self_test(tmp_path: Path, digits_model: Path) -> None:
     made = finished(sharing(tmp_path, digits_model, "level2", weight_sync__logprob_check="self_test"))
     complete(made, 3)
