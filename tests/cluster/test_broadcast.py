@@ -95,6 +95,7 @@ def test_processes_of_engines_receive_and_one_that_is_killed_holds_up_nobody(tmp
     stage.run(play)
 
 
+@pytest.mark.slow_faults
 def test_the_rank_that_sends_is_killed_and_the_policy_is_lost(tmp_path: Path) -> None:
     stage = Stage(tmp_path, 2, COLLECTIVE, workers=Streaming.workers, timeout=60.0)
 
@@ -114,6 +115,7 @@ def test_the_rank_that_sends_is_killed_and_the_policy_is_lost(tmp_path: Path) ->
     stage.run(play)
 
 
+@pytest.mark.slow_faults
 def test_damaged_bytes_are_named_by_the_processes_and_nothing_is_copied_to_engines(tmp_path: Path) -> None:
     stage = Stage(tmp_path, 2, COLLECTIVE, workers=Streaming.workers, timeout=60.0)
 

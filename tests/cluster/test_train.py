@@ -42,6 +42,7 @@ def with_evaluation(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return config
 
 
+@pytest.mark.slow_faults
 def test_a_run_is_preempted_while_it_generates_and_continues_without_a_logger_that_fails(
     tmp_path: Path, digits_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
