@@ -85,12 +85,14 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def of_ours(pid: int) -> bool:
-    """Whether the process lives, and is one that these tests start."""
+    """Whether the process lives, and was started by these tests: it is below this process, or has lost its parent. Other tests run
+    sandboxes at the same time."""
     try:
         process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and bool(
-            {"987654", "bwrap", "conmon"} & {process.name(), *process.cmdline()}
-        )
+        if process.status() == psutil.STATUS_ZOMBIE or not {"987654", "bwrap", "conmon"} & {process.name(), *process.cmdline()}:
+            return False
+        above = [one.pid for one in process.parents()]
+        return os.getpid() in above or above[:1] == [1] or "987654" in process.cmdline()
     except psutil.Error:
         return False
 

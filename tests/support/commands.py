@@ -21,7 +21,7 @@ PLACES = {
 """Names that stand for the reader's own -> what they are here. ``mine.yaml`` and ``train.jsonl`` are made by the test."""
 EXECUTED: tuple[tuple[str, str], ...] = (
     ("data prepare digits --out runs/data/digits", ""),
-    ("sft recipes/digits/warm.yaml", "steps=3"),
+    ("sft recipes/digits/warm.yaml", ""),
     ("train recipes/digits/quickstart.yaml", f"steps=3 {TINY}"),
     ("eval recipes/digits/quickstart.yaml --checkpoint runs/digits --data runs/data/digits/eval.jsonl --samples 4", FEW),
     ("train recipes/arc_vision/quickstart.yaml", f"steps=10 {TINY}"),

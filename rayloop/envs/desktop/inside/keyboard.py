@@ -15,8 +15,8 @@ NAMES = {
 }  # fmt: skip
 """The grammar's names of keys that write nothing (rayloop/envs/grammar/calls.py) -> X's."""
 CONTROL = {"\n": 0xFF0D, "\r": 0xFF0D, "\t": 0xFF09, "\b": 0xFF08}
-NOTICED = 0.15
-"""Seconds in which programs have read keys typed before, or a changed keyboard map."""
+NOTICED = 0.5
+"""Seconds in which programs have read keys typed before, or a changed keyboard map; on two busy cores 0.15 was too short."""
 
 
 class Keyboard:
