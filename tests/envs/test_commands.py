@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -68,7 +67,7 @@ def test_commands_beside_one_that_goes_on(checkout: Path, lives: tuple[str, str]
                 execute(checkout, words)
     finally:
         for process in reversed(started):
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait(100)
 
 
