@@ -230,9 +230,8 @@ async def judge_now(settings: Record) -> Record:
 
 def calibrated(file: Path) -> Record:
     """What ``judge calibrate`` wrote there; empty when it wrote nothing that can be read."""
-    with suppress(OSError, ValueError):
-        found: Record = json.loads(file.read_text(encoding="utf-8"))
-        return found
+    with suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     return {}
 
 

@@ -334,8 +334,9 @@ def test_the_newest_calibration_is_shown_with_what_rules_decide_otherwise(tmp_pa
     with RunFolder(tmp_path, "run").acquired() as run, served(run) as client:
         run.write_config(yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward"}}}))
         assert "Calibration" not in said(client.get("/judge").text)
-        (tmp_path / CALIBRATION).write_text("{", encoding="utf-8")
-        assert "Calibration" not in said(client.get("/judge").text)
+        for broken in ("{", "7", "[1]"):
+            (tmp_path / CALIBRATION).write_text(broken, encoding="utf-8")
+            assert "Calibration" not in said(client.get("/judge").text)
         (tmp_path / CALIBRATION).write_text(json.dumps(found), encoding="utf-8")
         html = client.get("/judge").text
     page = said(html)
