@@ -220,18 +220,18 @@ def test_who_hangs_is_closed_by_its_own_thread_when_it_returns(tmp_path: Path) -
         time.sleep(0.01)
 
     async def run() -> None:
-        async with hosted(f"{HERE}:Fault", "thread", seconds=0.5) as environments:
+        async with hosted(f"{HERE}:Fault", "thread", seconds=3.0) as environments:
             instance = await begun(environments)
             with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.1 seconds"):
                 await instance.call("step", "hang", timeout=0.1)
             began = time.monotonic()
             await instance.close(30)
-            assert time.monotonic() - began < 0.3
+            assert time.monotonic() - began < 2
             assert hanging() == 1
 
     asyncio.run(run())
     began = time.monotonic()
-    while hanging() and time.monotonic() - began < 5:
+    while hanging() and time.monotonic() - began < 20:
         time.sleep(0.01)
     assert hanging() == 0, "its thread has ended"
 

@@ -246,10 +246,10 @@ def test_a_grader_may_blame_the_data(text_folder: Path, grader: str) -> None:
 
 def test_a_grader_that_takes_too_long_leaves_it_unscored(text_folder: Path, grader: str) -> None:
     began = time.monotonic()
-    outcome = score(text_folder, grader, [1.0], seconds=1.0, timeout=0.1)
+    outcome = score(text_folder, grader, [1.0], seconds=5.0, timeout=0.1)
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.TIMEOUT
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 4.5
 
 
 def test_a_hang_that_repeats_is_the_failing_value_when_that_was_asked_for(text_folder: Path, grader: str) -> None:

@@ -196,7 +196,7 @@ def test_a_hub_that_does_not_answer_costs_three_seconds_once(hub: Path, monkeypa
         with pytest.raises(ConfigError, match="hf download owner/other --local-dir FOLDER"):
             resolve("owner/other")
         assert resolve(NAME).folder == hub
-        assert 0.2 <= time.monotonic() - began < 2
+        assert 0.2 <= time.monotonic() - began < 3
 
 
 @pytest.mark.parametrize("path", ["no/such/folder", "name", "/tmp/nothing-here"])

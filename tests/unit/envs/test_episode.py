@@ -417,7 +417,7 @@ def test_a_hung_environment_is_given_up_at_its_deadline(renderer: Renderer, wher
     try:
         with pytest.raises(EnvironmentHung, match=f"{where} of task t1 gave no answer within 0.1 seconds"):
             run(renderer, environment, [("a", END)], step_timeout=0.1)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         assert environment.closed == 0, "it belongs to the thread that hangs"
     finally:
         release.set()

@@ -65,7 +65,7 @@ def test_what_is_no_png_is_refused_before_it_is_decoded() -> None:
     ids=["profiles", "compressed texts", "texts", "empty parts"],
 )
 def test_what_costs_more_than_its_pixels_is_not_decoded(many: bytes) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     with suppress(ValueError):  # or nothing is left of them
         probe(ImageSource(data=bare(many)))
-    assert time.process_time() - began < 0.5
+    assert time.thread_time() - began < 0.5

@@ -33,6 +33,7 @@ from rayloop.envs.grammar.actions import (
 from rayloop.envs.grammar.calls import FUNCTIONS, KEYS, NAMED
 from rayloop.envs.grammar.scanner import read
 from rayloop.envs.grammar.screens import Pointing
+from tests.support.growth import grows_with_length
 
 AT = Point(966, 546)
 SPELLINGS: tuple[Spelling, ...] = ("box", "box_tokens", "point")
@@ -203,13 +204,7 @@ def test_any_text_gives_a_typed_result(pieces: list[str]) -> None:
 
 @pytest.mark.parametrize("part", ["Action:\n", "Action: ", "click(start_box='", "'", "\\", "' , x", " ", "(", "' )", "wait()"])
 def test_long_texts_are_read_in_time_proportional_to_their_length(part: str) -> None:
-    def seconds(length: int) -> float:
-        began = time.process_time()
-        read("Action: type(content='" + part * (length // len(part)))
-        return time.process_time() - began
-
-    short = min(seconds(50_000) for _ in range(3))
-    assert seconds(200_000) < 10 * short + 0.2, "four times the length: in proportion to its square it takes 16 times as long"
+    assert grows_with_length(read, lambda n: "Action: type(content='" + part * (n // len(part)), 50_000)
 
 
 UI_TARS = {"min_pixels": 100 * 784, "max_pixels": 16384 * 784}

@@ -161,10 +161,10 @@ def test_the_thought_is_what_stands_before_the_action(text: str, thought: str | 
 @pytest.mark.parametrize("name", ["type", "finished"])
 @pytest.mark.parametrize("tail", ["", "\n')", "\n" * 9 + "')"])
 def test_calls_that_are_never_closed_take_time_that_grows_with_the_text(name: str, tail: str) -> None:
-    began = time.process_time()
+    began = time.thread_time()
     with suppress(Broken):
         parsed("Thought: t\nAction: " + f"{name}(content='" * 20_000 + tail)
-    assert time.process_time() - began < 5
+    assert time.thread_time() - began < 5
 
 
 PIECES = ["type(content='", "finished(content='", "')", "'", "\n", "type(content=", "type", "\\'", ")", "a", "\r"]
