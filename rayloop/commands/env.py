@@ -48,6 +48,10 @@ DEFAULTS = EpisodeSettings()
 Ask = Callable[[], str | None]
 
 
+class EpisodeLeft(Exception):
+    """A person ended an episode that its environment leads."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of ``env`` and their options."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
@@ -226,7 +230,7 @@ async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, p
                 print(f"turn {1 + len(record.said) - len(said)}: the environment shows something else than on record")
         replayed, text = bool(said), said.pop(0) if said else await asyncio.to_thread(ask)
         if text is None or (not replayed and text.strip().lower() in QUIT):
-            raise ConfigError("the episode was left")
+            raise EpisodeLeft("the episode was left")
         if replayed:
             print(f"on record> {visible(text)}")
         tokens = (*renderer.encode(text), renderer.end_tokens[0])
@@ -236,6 +240,9 @@ async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, p
     request = RolloutRequest(task, TrajectoryId(0, 0), 0, 0, config.rollout.sampling.sampling())
     try:
         played = await play(request, environments.of(task), renderer, config.environment.episode, typed)
+    except EpisodeLeft as left:
+        print(left)
+        return
     finally:
         environments.end()
     print(f"the episode is over: {played.end_reason}")
