@@ -7,7 +7,7 @@ from statistics import mean, pstdev
 from typing import Any
 
 from rayloop.core.groups import Group, Member, Scored
-from rayloop.core.types import EndReason
+from rayloop.core.types import EndReason, Summary
 from rayloop.grpo.filters import equality
 from rayloop.measure.intervals import calibration_error
 
@@ -55,6 +55,8 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
             "rollout/turns/mean": mean(s.turns for s in summaries),
             "rollout/seconds/mean": mean(s.seconds for s in summaries),
             "rollout/seconds/max": max(s.seconds for s in summaries),
+            "rollout/seconds/engine": mean(_seconds_in(s, "generate") for s in summaries),
+            "rollout/seconds/environment": mean(_seconds_in(s, "reset", "step") for s in summaries),
         }
         if any(s.images for s in summaries):
             metrics |= {
@@ -80,6 +82,10 @@ def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
         "rollout/all_right": mean(float(reason == "all_right") for reason in found),
         "rollout/all_wrong": mean(float(reason == "all_wrong") for reason in found),
     }
+
+
+def _seconds_in(summary: Summary, *names: str) -> float:
+    return sum((end - begin for name, begin, end in summary.spans if name in names), 0.0)
 
 
 def _by_source(name: str, members: Sequence[Member]) -> dict[str, float]:

@@ -81,8 +81,9 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     )
     ended = Summary(TrajectoryId(0, 0), 0, "t", "digits", EndReason.DONE, 9, 3, 1, 1, 0, True, version, version)
     sent = ImagesSent(images=2, bytes=100, again=1)
+    spans = (("reset", 0.0, 0.5), ("generate", 1.0, 3.0), ("step", 3.0, 4.0), ("generate", 4.0, 4.5))
     members = tuple(
-        Member(replace(ended, id=TrajectoryId(0, i), cut=i == 0, sent=sent), outcome, status=status)
+        Member(replace(ended, id=TrajectoryId(0, i), cut=i == 0, sent=sent, spans=spans[: 4 - i]), outcome, status=status)
         for i, (outcome, status) in enumerate(outcomes)
     )
     group = Group(0, Task("t", ()), members)
@@ -92,6 +93,8 @@ def test_what_the_driver_records_is_in_the_table() -> None:
     assert "replay/stored" not in step_metrics(Collected((group,), (group,)), target=4)
     assert {"reward/mean", "reward/digits/mean", "filtered/max_length", "excluded/timeout"} <= produced.keys()
     assert produced["response_length/clip_ratio"] == pytest.approx(1 / 3)
+    assert produced["rollout/seconds/engine"] == pytest.approx((2.5 + 2 + 2) / 3)
+    assert produced["rollout/seconds/environment"] == pytest.approx((1.5 + 1.5 + 0.5) / 3)
     names = ("rollout/images_sent", "rollout/images_sent_again", "rollout/image_bytes_sent")
     assert [produced[name] for name in names] == [6, 3, 300]
     assert validate(produced) == ()

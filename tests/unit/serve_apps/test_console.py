@@ -153,8 +153,12 @@ def test_a_page_that_has_not_changed_is_not_made_again(folder: RunFolder) -> Non
             stamp = client.get(path).headers["etag"]
             same = client.get(path, headers={"If-None-Match": stamp})
             assert (same.status_code, same.content) == (304, b"")
-        folder.metrics.append({"step": 4, "reward/mean": 0.8})
-        assert "step 4" in said(client.get("/", headers={"If-None-Match": stamp}).text)
+        times = {"timing_s/step": 9.0, "timing_s/gen": 6.0, "rollout/seconds/mean": 4.5, "rollout/seconds/engine": 3.25,
+                 "rollout/seconds/environment": 1.0}  # fmt: skip
+        folder.metrics.append({"step": 4, "reward/mean": 0.8, **times})
+        overview = said(client.get("/", headers={"If-None-Match": stamp}).text)
+        assert "step 4" in overview
+        assert "An episode of step 4 took 4.5 s on average: its engine 3.25 s, its environment 1 s." in overview
 
 
 METRICS = """# HELP judge_requests_total Requests by how they ended.
