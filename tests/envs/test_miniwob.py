@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -179,6 +180,19 @@ def test_without_reload_the_next_episode_is_played_in_the_same_tab() -> None:
     with playing("click-button", 1, reload=False) as (one, _), playing("click-button", 1, reload=False) as (two, _):
         assert one._tab is a
         assert two._tab is not a
+
+
+@pytest.mark.parametrize("page", ["click-tab", "click-dialog-2"])
+def test_what_was_clicked_before_in_a_tab_leaves_no_trace_on_its_next_episode(page: str) -> None:
+    chance, seen = random.Random(0), set()
+    for episode in range(40):
+        with playing(page, 30, reload=False) as (environment, first):
+            seen.add(pixels(first))
+            for _ in range(3):
+                environment.step(f"Action: click(start_box='({chance.randrange(5, 155)},{chance.randrange(55, 205)})')")
+        with playing(page, episode, reload=False):
+            pass
+    assert len(seen) == 1
 
 
 def test_without_room_another_page_is_loaded_into_a_tab_that_is_free() -> None:

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import http.server
+import io
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from rayloop.core.protocols import Observation
+from rayloop.core.types import ImageSource
 from tests.envs.pages import CLICK, FORM, LISTENING, button, host, visiting, write
 from tests.envs.programs import needs
 
 pytest.importorskip("playwright", reason="make test-env installs playwright")
 
+from rayloop.envs.browser.tab import Files
 from rayloop.envs.browser.web import WebPage
 
+RED = (255, 0, 0)
 pytestmark = [pytest.mark.env, needs("chromium-headless-shell", "bwrap")]
 
 
@@ -159,3 +167,34 @@ def test_a_site_that_is_named_is_reached_and_no_other(folder: Path, site: str) -
         result = environment.step(CLICK)
         assert not result.done
         assert environment._tab.refused == {"network": 1}
+
+
+def test_an_icon_that_a_click_shows_is_on_the_screen_however_late_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, index=button("this.className = `late`") + "<style>.late { background: url(icon.png) }</style>")
+    Image.new("RGB", (224, 224), RED).save(tmp_path / "icon.png")
+    find = Files.find
+
+    def slowly(self: Files, url: str) -> tuple[bytes, str] | None:
+        time.sleep(0.3 * url.endswith(".png"))
+        return find(self, url)
+
+    monkeypatch.setattr(Files, "find", slowly)
+    with visiting(tmp_path, "index.html", settle=0.0) as (environment, _):
+        assert red(environment.step(CLICK).observation) > 0.5
+
+
+def test_a_page_that_asks_for_files_without_end_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "dot.txt").write_text(".")
+    write(tmp_path, index=button("setInterval(() => fetch('dot.txt'), 5); this.style.background = `red`"))
+    with visiting(tmp_path, "index.html", settle=0.0) as (environment, _):
+        assert red(environment.step(CLICK).observation) > 0.5
+
+
+def red(observation: Observation | None) -> float:
+    """The share of red pixels on the screen that is shown."""
+    assert observation is not None
+    [source] = [part for message in observation.messages for part in message.parts if isinstance(part, ImageSource)]
+    pixels = np.asarray(Image.open(io.BytesIO(source.data or b"")).convert("RGB"))
+    return float((pixels == RED).all(axis=2).mean())

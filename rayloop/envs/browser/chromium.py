@@ -12,7 +12,9 @@ from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser import processes
 from rayloop.envs.browser.containment import BrowserSettings, Confinement, Program
 
-FLAGS = ("--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--js-flags=--max-old-space-size=512")
+FLAGS = (
+    "--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--disable-partial-raster", "--js-flags=--max-old-space-size=512"
+)  # fmt: skip
 """Wheel turns take effect at once; a page's script ends at half a GiB by an error of its own."""
 MIB = 1 << 20
 NOWHERE = "/proc/self/fdinfo"

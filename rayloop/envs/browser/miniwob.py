@@ -37,7 +37,7 @@ class MiniWob(PageEnvironment):
         """How pages are loaded and scored."""
 
         reload: bool = True
-        """Whether each episode loads its page anew, so that equal seeds look equal. False: ten times as fast, 18 pages differ."""
+        """Whether each episode loads its page anew, so that equal seeds look equal. False: ten times as fast, 15 pages differ."""
         mode: Literal["train", "test", "default"] = "train"
         """Which of the page's own sets of problems is drawn from; ``test`` for evaluation, where a page has one."""
         success_at: float | None = None

@@ -71,6 +71,8 @@ BETWEEN = ("Unable to capture screenshot", "Not attached to an active page", "In
 """Chromium's words when a page has drawn nothing yet, or is about to become another one."""
 BLINK = 0.05
 """Seconds until it is asked again."""
+LOOKS = 8
+"""Screenshots at most until no file of ``Files.hosts`` is on its way, such as an icon of a dialog that has just opened."""
 NO_FILE = "Not allowed to load local resource: file:"
 """Chromium's words on the console."""
 REDIRECTIONS = 5
@@ -113,6 +115,7 @@ class Tab:
         self._settings, self.size = settings, size
         self.refused: Counter[str] = Counter()
         self.address = ""
+        self._requests = self._answers = 0
         self._crashed = asyncio.Event()
         self._inputs = Inputs(page)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -190,17 +193,19 @@ class Tab:
 
     async def route(self, route: Any) -> None:
         """Answer a request of the page from the files; refuse and count all others."""
-        url = route.request.url
+        url, served = route.request.url, self._files.serves(route.request.url)
+        self._requests += served
         with suppress(Exception):  # the page is gone, or on its way to another one
             if self._files.passes(url):
                 await self._relay(route)
-            elif not self._files.serves(url):
+            elif not served:
                 self.refused["file" if url.startswith("file:") else "network"] += 1
                 await route.abort("blockedbyclient")
             elif found := self._files.find(url):
                 await route.fulfill(body=found[0], content_type=found[1])
             else:
                 await route.fulfill(status=404, body="")
+        self._answers += served
 
     async def _relay(self, route: Any) -> None:
         """Answer with a site's answer to Playwright's driver, which has a network. Redirections stay on the sites."""
@@ -224,7 +229,12 @@ class Tab:
     async def _look(self, expression: str) -> Screen:
         clip = {"x": 0, "y": 0, "width": self.size.width, "height": self.size.height, "scale": 1}
         shot = {"format": "png", "optimizeForSpeed": True, "clip": clip}
-        taken, value = await asyncio.gather(self._ask("Page.captureScreenshot", shot), self._evaluate(expression))
+        for _ in range(LOOKS):
+            answers = self._answers
+            taken, value = await asyncio.gather(self._ask("Page.captureScreenshot", shot), self._evaluate(expression))
+            if answers == self._answers == self._requests:
+                break
+            await asyncio.sleep(BLINK)
         return Screen(base64.b64decode(taken["data"]), value)
 
     async def _evaluate(self, expression: str) -> Any:
