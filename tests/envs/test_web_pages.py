@@ -169,9 +169,7 @@ def test_a_site_that_is_named_is_reached_and_no_other(folder: Path, site: str) -
         assert environment._tab.refused == {"network": 1}
 
 
-def test_an_icon_that_a_click_shows_is_on_the_screen_however_late_it_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_icon_that_a_click_shows_is_on_the_screen_however_late_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, index=button("this.className = `late`") + "<style>.late { background: url(icon.png) }</style>")
     Image.new("RGB", (224, 224), RED).save(tmp_path / "icon.png")
     find = Files.find

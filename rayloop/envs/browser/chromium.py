@@ -13,9 +13,10 @@ from rayloop.envs.browser import processes
 from rayloop.envs.browser.containment import BrowserSettings, Confinement, Program
 
 FLAGS = (
-    "--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--disable-partial-raster", "--js-flags=--max-old-space-size=512"
+    "--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--disable-partial-raster",
+    "--js-flags=--max-old-space-size=512",
 )  # fmt: skip
-"""Wheel turns take effect at once; a page's script ends at half a GiB by an error of its own."""
+"""Wheel turns take effect at once; equal pages have equal pixels; a page's script ends at half a GiB by an error of its own."""
 MIB = 1 << 20
 NOWHERE = "/proc/self/fdinfo"
 """For downloads and traces, which are refused: a folder that exists and takes no file."""
