@@ -13,7 +13,7 @@ from pathlib import Path
 from rayloop.chat.rendering import Renderer
 from rayloop.commands import env_check
 from rayloop.commands.arguments import add_overrides
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import (
     Completion,
@@ -48,8 +48,8 @@ DEFAULTS = EpisodeSettings()
 Ask = Callable[[], str | None]
 
 
-class EpisodeLeft(Exception):
-    """A person ended an episode that its environment leads."""
+class EpisodeLeft(InfrastructureFailure):
+    """A person ended the episode. Its agent gets the answer that it gets when an engine fails."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +117,8 @@ def _play(arguments: argparse.Namespace) -> int:
     if config and (record.task or kind.leads):
         asyncio.run(_led(config, kind, task, ask, pictures, record))
     else:
-        asyncio.run(_episode(kind, task, ask, pictures, example))
+        ends = config is not None and config.environment.episode.on_error == "end"
+        asyncio.run(_episode(kind, task, ask, pictures, example, ends))
     return 0
 
 
@@ -154,7 +155,7 @@ def _of_run(config: RunConfig, row: int | str) -> tuple[EnvironmentKind, Task]:
             raise ConfigError(f"--from: {config.data.train} has no usable row of the task {row}")
         return kinds.get(task.environment, default), task
     if not 1 <= row <= len(dataset):
-        raise ConfigError(f"--row {row}: {config.data.train} has {len(dataset)} usable rows")
+        raise ConfigError(f"--row {row}: {config.data.train} has the usable rows 1 to {len(dataset)}")
     task = dataset[row - 1]
     return kinds.get(task.environment, default), task
 
@@ -191,15 +192,16 @@ class PictureView:
         print(f"picture of {width}x{height} pixels: {file}")
 
 
-async def _episode(kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView, example: str) -> None:
-    """Play until the environment ends the episode, or ``ask`` gives None or ``quit``. Raises what the environment raises."""
+async def _episode(kind: EnvironmentKind, task: Task, ask: Ask, pictures: PictureView, example: str, ends: bool) -> None:
+    """Play until the environment ends the episode, ``ask`` gives None or ``quit``, or, with ``ends``, an action is not carried out.
+    Raises what the environment raises."""
     environments = Environments(kind, {})
     instance = environments.of(task)
     try:
         await instance.make(DEFAULTS.step_timeout)
         _show(await instance.call("reset", task, timeout=DEFAULTS.step_timeout), pictures)
         print(f"Type what the policy would, one turn a line{f', such as {example}' if example else ''}; quit ends it.")
-        await _turns(instance, ask, pictures)
+        await _turns(instance, ask, pictures, ends)
         result = await instance.call("evaluate", timeout=DEFAULTS.step_timeout)
         print("the environment gives no result" if result is None else f"result: {result:g}")
     finally:
@@ -249,7 +251,7 @@ async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, p
     print("the agent gives no result" if played.env_result is None else f"result: {played.env_result:g}")
 
 
-async def _turns(instance: Instance, ask: Ask, pictures: PictureView) -> None:
+async def _turns(instance: Instance, ask: Ask, pictures: PictureView, ends: bool) -> None:
     while (text := ask()) is not None and text.strip().lower() not in QUIT:
         if not text.strip():
             continue
@@ -258,7 +260,7 @@ async def _turns(instance: Instance, ask: Ask, pictures: PictureView) -> None:
             print(f"not carried out: {visible(step.error)}")
         if step.observation is not None:
             _show(step.observation, pictures)
-        if step.done or step.observation is None:
+        if step.done or step.observation is None or (ends and step.error is not None):
             print("the episode is over")
             return
 

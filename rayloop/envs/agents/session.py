@@ -53,7 +53,10 @@ class Session:
         task = asyncio.ensure_future(self._chat(asked))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        return await task
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise DataFailure("session", "the episode is over")
+        return task.result()
 
     def pay(self, reward: float, answer: str | None) -> str:
         """Take a reward: of the episode, or of one ``answer`` (``<id>/<choice>``). Returns why it is refused, "" when it is not."""

@@ -64,7 +64,10 @@ def test_a_row_of_a_run_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert said.startswith("user: two\\x1b[2J\n")
     assert "not carried out: not so\nuser: no\n" in said
     assert said.endswith("user: last\nthe episode is over\nresult: 0.5\n"), "the last look belongs to the episode"
+    assert played(monkeypatch, "a\nb\n", "run.yaml", "environment.episode.on_error=end", "--row", "2") == 0
+    assert capsys.readouterr().out.endswith("not carried out: not so\nuser: no\nthe episode is over\nresult: 0.5\n")
     assert played(monkeypatch, "", "run.yaml", "--row", "3") == 2
+    assert "the usable rows 1 to 2" in capsys.readouterr().err
 
 
 def test_every_family_is_listed_with_its_first_names(capsys: pytest.CaptureFixture[str]) -> None:

@@ -377,7 +377,7 @@ def test_the_agent_of_the_page_is_played(agent: Played) -> None:
 
 
 def test_the_run_of_the_page_is_played_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for title in ("my_agent.py", "agent.yaml", "rows.jsonl"):
@@ -392,6 +392,7 @@ def test_the_run_of_the_page_is_played_by_hand(
     monkeypatch.setattr(sys, "stdin", io.StringIO("quit\n"))
     assert main(["env", "play", "agent.yaml", model]) == 0
     assert capsys.readouterr().out.endswith("the episode was left\n")
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 class Own:

@@ -256,13 +256,13 @@ def test_an_agent_that_never_asked_has_no_trajectory() -> None:
         talk(script).trajectory()
 
 
-def test_what_still_runs_at_the_end_is_cancelled() -> None:
+def test_what_still_runs_at_the_end_is_refused() -> None:
     async def script(made: Talk) -> None:
         asking = asyncio.create_task(made.say([user("a")]))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         made.session.close()
-        with pytest.raises(asyncio.CancelledError):
+        with pytest.raises(DataFailure, match="the episode is over"):
             await asking
 
     talk(script)
