@@ -1,10 +1,10 @@
 """``python -m rayloop eval``: a checkpoint on held-out rows, through the actors of training, item by item."""
 
 import asyncio
-import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -166,7 +166,8 @@ class Evaluator(Actor):
         """Play ``missing``, and with twice the room what was cut of it, as often as ``retries``."""
         for self.retries in reversed(range(retries + 1)):
             items = await play(missing, self.config, self.player, 0, self._keep, self._report)
-            missing = [_longer(asked) for asked, item in zip(missing, items, strict=True) if item.cut]
+            cut = [asked for asked, item in zip(missing, items, strict=True) if item.cut]
+            missing = [replace(one, sampling=replace(one.sampling, max_tokens=2 * one.sampling.max_tokens)) for one in cut]
             if not missing:
                 return
 
@@ -189,7 +190,7 @@ class Evaluator(Actor):
             return
         with needed(self.items.path):
             self.images.keep(images)
-            self.items.append(dataclasses.asdict(item))
+            self.items.append(asdict(item))
             if self.items.trouble is not None:
                 raise self.items.trouble
 
@@ -201,10 +202,6 @@ class Evaluator(Actor):
 
     def _emit(self, event: Event) -> None:
         self.events.emit(event)
-
-
-def _longer(asked: Play) -> Play:
-    return dataclasses.replace(asked, sampling=dataclasses.replace(asked.sampling, max_tokens=2 * asked.sampling.max_tokens))
 
 
 def config_hash(config: RunConfig) -> str:

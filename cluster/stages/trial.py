@@ -187,14 +187,14 @@ class _Trial:
             )
 
     def _write_truth(self, task: Task) -> None:
-        if task.ground_truth is None:
+        if task.ground_truth is None and self.config.reward.compares:
             self.write(
                 "truth: NONE. The reader found no answer in this row, so a reward that compares with it cannot work. "
                 f"ChatRows takes the column that data.reader.with.truth names, else one of {', '.join(TRUTHS)}. Kept of the row "
                 "besides: " + (", ".join(task.extra) or "nothing")
             )
             return
-        text = json.dumps(jsonable(task.ground_truth), ensure_ascii=False)
+        text = "none is needed" if task.ground_truth is None else json.dumps(jsonable(task.ground_truth), ensure_ascii=False)
         self.write(f"truth: {textwrap.shorten(text, SHOWN, placeholder=' ...')}")
 
     async def _outcomes(self, played: Sequence[Trajectory], task: Task) -> dict[TrajectoryId, Outcome]:

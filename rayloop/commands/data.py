@@ -73,9 +73,9 @@ def validate_run(config: RunConfig) -> int:
     """Check a run's rows with its reader, and that none is both trained on and held out; held-out prompts may be as long as
     evaluations allow. Returns 0 or 1; raises as ``check``."""
     files = (config.data.train, config), (config.data.eval, config.in_evaluation)
-    length, kinds = _length(config), config.environment.kinds
+    length, kinds, reward = _length(config), config.environment.kinds, config.reward
     found = [
-        check(Path(path), config.data.reader, kinds, length, played.environment.episode.max_prompt_tokens)
+        check(Path(path), config.data.reader, kinds, length, played.environment.episode.max_prompt_tokens, reward.compares)
         for path, played in files
         if path is not None
     ]

@@ -87,9 +87,9 @@ class Dataset:
         """file:line of a task of this dataset; the id of one that is not."""
         return self._lines.get(task.id, task.id)
 
-    def warning(self) -> str:
-        """What may be wrong though every row can be read, in words; empty when nothing is."""
-        return ". ".join(filter(None, (self._without_truth(), self._without_images())))
+    def warning(self, compares: bool = True) -> str:
+        """What may be wrong though every row can be read; empty when nothing is. ``compares``: the reward reads answers of rows."""
+        return ". ".join(filter(None, (self._without_truth() if compares else "", self._without_images())))
 
     def _without_truth(self) -> str:
         bare = [task for task in self._tasks if task.ground_truth is None]

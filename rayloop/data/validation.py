@@ -26,7 +26,9 @@ class Checked:
     images: dict[str, str] = field(default_factory=dict)
 
 
-def check(path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0) -> Checked:
+def check(
+    path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0, compares: bool = True
+) -> Checked:
     """Read every row with ``reader``, open its images, and print each bad row; a prompt of more than ``limit`` tokens by ``length``
     is bad. Raises ConfigError for a bad file or reader, or an environment outside ``kinds``."""
     found, lengths, repeated = Checked(path), list[int](), list[str]()
@@ -54,7 +56,7 @@ def check(path: Path, reader: Component, kinds: Collection[str] = (), length: Le
         found.rows.setdefault(whole, where)
         for image in shown:
             found.images.setdefault(image, where)
-    if warning := dataset.warning():
+    if warning := dataset.warning(compares):
         print(f"warning: {warning}")
     if repeated:
         print(f"warning: {len(repeated)} rows of {path} repeat another one: {_some(repeated)}")

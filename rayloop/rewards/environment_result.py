@@ -8,6 +8,8 @@ from rayloop.core.types import Task, Trajectory
 class EnvironmentResult:
     """The result of the environment's ``evaluate``. An episode without such a result has no reward."""
 
+    compares = False
+
     def score(self, trajectory: Trajectory, task: Task, context: ScoreContext) -> Outcome:
         """The result as a reward."""
         if trajectory.env_result is None:

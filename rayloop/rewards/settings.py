@@ -53,6 +53,11 @@ class RewardSettings(SettingsModel):
             )
         return value
 
+    @property
+    def compares(self) -> bool:
+        """Whether the source reads answers of rows. Those with ``compares = False`` do not."""
+        return bool(getattr(self.source.resolve(), "compares", True))
+
     per: Per = "trajectory"
     """What one call of the source scores: one trajectory, when the call that played it has ended; or the played trajectories of
     a group, when the last has ended (``score_group``; TRL's functions then get lists of them). Set ``group`` for rewards that

@@ -55,7 +55,7 @@ def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
         read = len(left_out) + len(dataset)
         why = f"{len(left_out)} of the {read} rows of {path} are left out; quarantine.jsonl of the run lists each with its reason"
         reporter.event(incidents.DataWarning(why=why))
-    if warning := dataset.warning():
+    if warning := dataset.warning(config.reward.compares):
         reporter.event(incidents.DataWarning(why=warning))
     return dataset
 

@@ -16,6 +16,8 @@ class ArpoReward:
     last turn cannot be read in the action grammar, else 0. Components: ``success`` and ``format``; flag ``unparsable``, in the
     original with the name of its error. An episode without a result has no reward; in the original 0, flag ``no_result``."""
 
+    compares = False
+
     class Settings(SettingsModel):
         variant: Literal["corrected", "original"] = "corrected"
         """corrected: turns are read by the grammar that acts, and only a result is a reward. original: by ARPO's own parser

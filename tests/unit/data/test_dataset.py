@@ -335,6 +335,7 @@ def test_a_dataset_without_any_answer_says_so(tmp_path: Path) -> None:
     assert "none of the 2 rows of" in dataset.warning()
     assert "columns: correct" in dataset.warning()
     assert "data.reader.with.truth" in dataset.warning()
+    assert dataset.warning(compares=False) == ""
     assert read(write(tmp_path / "u.jsonl", {"prompt": "hi", "answer": "a"}))[0].warning() == ""
 
 

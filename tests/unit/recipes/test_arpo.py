@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.makers.browser_clicks import STEP, WARM_PAGES, DemonstratedClicks, beginnings, hasty
+from rayloop.cli import main as cli
 from rayloop.config.settings import check_components, load
 from rayloop.core.groups import Scored, Unscored
 from rayloop.core.protocols import ScoreContext
@@ -69,6 +70,15 @@ def test_the_shipped_tasks_are_those_that_prepare_writes(folder: str, asked: lis
     assert main(["--out", str(tmp_path), *asked]) == 0
     for split in ROWS:
         assert (tmp_path / f"{split}.jsonl").read_bytes() == (RECIPE / folder / f"{split}.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("recipe", ["quickstart.yaml", "short.yaml"])
+def test_rows_whose_environment_gives_the_result_need_no_answer(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert cli(["data", "validate", str(RECIPE / recipe)]) == 0
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_the_short_run_says_how_its_rows_are_made() -> None:
