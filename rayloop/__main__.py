@@ -13,7 +13,7 @@ def main() -> int:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))  # a script's path does not have it, and there a person's own components are
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        print(f"rayloop: without {' and '.join(missing)}: activate the environment (README, Installing)", file=sys.stderr)
+        print(f"rayloop: without {' and '.join(missing)}: activate the environment: . .venv/bin/activate", file=sys.stderr)
         return 2
     from rayloop.cli import main as run
 

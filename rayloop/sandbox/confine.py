@@ -35,8 +35,10 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
             os.chown(folder, user, user)
     kernel.first_to_go()
     if user is not None:
-        hidden = level == Level.FILTERED and not _open_to_all(settings["read"])
-        kernel.become(user, keep_read=hidden)  # a Python below /root: Landlock still leaves it that alone
+        reached = all(folder.stat().st_mode & 0o001 for path in settings["read"] for folder in Path(path).parents)
+        kernel.become(
+            user, keep_read=level == Level.FILTERED and not reached
+        )  # a Python below /root: Landlock leaves it that alone
     kernel.die_with_parent(None if level == Level.NAMESPACES else server)  # which a change of user forgets
     writing = level != Level.FILTERED
     os.chdir(folder if writing else "/")
@@ -104,8 +106,3 @@ def _limit(settings: dict[str, Any], alone: bool) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (value, value))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the file size is an error
-
-
-def _open_to_all(paths: list[str]) -> bool:
-    """Whether another user can reach ``paths``."""
-    return all(folder.stat().st_mode & 0o001 for path in paths for folder in Path(path).parents)

@@ -23,7 +23,7 @@ CURVES = "curves.png"
 NEXT = f"""wrote {{run}}/{CURVES}
 next: python -m rayloop report {{run}}   # what it learned, its episodes before and after
       python -m rayloop console {{run}}   # the same in a browser, with search
-      python -m rayloop export {{run}} MODEL   # for transformers and vLLM"""
+      python -m rayloop export {{run}} {{run}}-exported   # for transformers and vLLM"""
 
 
 def draw_or_emit(folder: RunFolder, emit: Callable[[str], None]) -> None:

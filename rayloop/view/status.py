@@ -46,7 +46,7 @@ def text(found: dict[str, Any]) -> str:
         lines.append("no checkpoint yet: what is trained is lost when the run ends now")
     else:
         lines.append(f"checkpoint of step {found['checkpoint_step']}{_ago(found, 'checkpoint_age', 'saved')}")
-    if found["roles"]:
+    if found["roles"] and found["process"] is not None:
         rows = [COLUMNS, *((name, *(role[key] for key in KEYS)) for name, role in found["roles"].items())]
         lines += ["", *(ROW.format(*row) for row in rows)]
         lines.append(f"the driver may be restarted {found['driver_restarts_left']} times more in this hour")

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
 from rayloop.core.failures import ConfigError, RayloopError
@@ -82,7 +82,7 @@ class Films:
             "images": self._add(first["images"], folder),
             "verdicts": list(dict.fromkeys([*statuses, *("replayed" for m in members if m["replayed"])])),
             "mean": fmean(rewards) if rewards else None,
-            "std": pstdev(rewards) if rewards else None,
+            "std": stdev(rewards) if len(rewards) > 1 else None,
             "turns": len(names),
             "parts": next((turn for turn, known in enumerate(names) if turn and len(known) > 1), None),
             "moving": any(cell["on"] or cell["images"] for row in rows for cell in row["cells"]),

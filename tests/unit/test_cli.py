@@ -176,7 +176,7 @@ def test_a_python_without_the_environment_says_to_activate_it() -> None:
     done = subprocess.run(
         [sys.executable, "-S", "-m", "rayloop", "try", "run.yaml"], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    wanted = "rayloop: without pydantic and ray: activate the environment (README, Installing)\n"
+    wanted = "rayloop: without pydantic and ray: activate the environment: . .venv/bin/activate\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
 
 

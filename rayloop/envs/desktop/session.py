@@ -207,7 +207,7 @@ class Desktop:
             ],
             read=[*paths, *filter(os.path.exists, _SYSTEM)],
             folders={HOME: limits.home_mb * MIB, "/run/user": MIB, "/dev/shm": 64 * MIB},
-            environment={**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(_roots())},
+            environment={**_ENVIRONMENT, "PYTHONPATH": f"{PACKAGE.parent}{os.pathsep}{_library('Xlib').parent}"},
             uid=users[0] if users else None,
             beside=(server, users[1] if users else None),
             options=[
@@ -229,11 +229,6 @@ class Desktop:
         finally:
             for descriptor in (reading, display, written, filtered):
                 os.close(descriptor)
-
-
-def _roots() -> list[str]:
-    """Where Python finds rayloop and python-xlib inside: at the same paths as here."""
-    return sorted({str(PACKAGE.parent), str(_library("Xlib").parent)})
 
 
 def _code() -> list[str]:

@@ -94,14 +94,11 @@ def _by_source(name: str, members: Sequence[Member]) -> dict[str, float]:
 
 
 def _misjudged(trained: Sequence[Member]) -> dict[str, float]:
-    """The share of right answers that the step makes less likely: others of the group earned more beside being right."""
-    right = [m.advantage < 0 for m in trained if isinstance(m.outcome, Scored) and m.advantage is not None and _is_right(m.outcome)]
+    """The share of right answers (component ``right``, else more than half of ``accuracy``) that the step makes less likely: others
+    of the group earned more beside being right."""
+    scored = [(m.advantage, m.outcome.components) for m in trained if isinstance(m.outcome, Scored) and m.advantage is not None]
+    right = [advantage < 0 for advantage, parts in scored if parts.get("right", parts.get("accuracy", 0.0)) > 0.5]
     return {"rollout/right_negative_advantage": mean(map(float, right))} if right else {}
-
-
-def _is_right(outcome: Scored) -> bool:
-    """By the component ``right``, else by more than half of ``accuracy``."""
-    return outcome.components.get("right", outcome.components.get("accuracy", 0.0)) > 0.5
 
 
 def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:

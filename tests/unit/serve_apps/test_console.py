@@ -115,7 +115,7 @@ def test_pages_show_what_is_on_record(evaluated: RunFolder) -> None:
         for fact in ("runs it", "step 3 of 3", "trained 8 (80 %)", "gain 0.400", "worker_lost"):
             assert fact in overview
         assert "group 1 : task-1 ( pages )" in said(client.get("/step/1").text)
-        assert "mean reward 0.5, standard deviation 0.5; kept, replayed" in said(client.get("/step/1/group/2").text)
+        assert "mean reward 0.5, standard deviation 0.707; kept, replayed" in said(client.get("/step/1/group/2").text)
         episode = said(client.get("/step/1/group/1/sample/0").text)
         assert "task-1 : reward 0, kept , ended: done" in episode
         assert "Controls at step 3" in said(client.get("/evaluations").text)
