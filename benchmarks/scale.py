@@ -136,7 +136,8 @@ def _config(load: Load, folder: Path) -> Path:
             "filtering": {"max_generation_batches": batches, **({} if load.uniform else {"filters": []})},
         },
         "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
-        "rollout": {"actors": load.engines}, "keep_rollouts": 0, "weight_sync": {"logprob_check": "stop"},
+        "rollout": {"actors": load.engines}, "weight_sync": {"logprob_check": "stop"},
+        "keep_rollouts": 0, "console": {"samples": 0},
     }  # fmt: skip
     path = folder / "scale.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,16 @@ pytestmark = pytest.mark.timeout(600)
 DATA = ROOT / "tests/data/grounding"
 ROWS = 8
 """Held-out rows, each of a page type of its own."""
+
+
+def untimed(file: Path) -> dict[tuple[str, str, int], Item]:
+    """The items by key, without the moments at which their turns were asked for and came."""
+    return {one.key: replace(one, turns=tuple({**turn, "times": []} for turn in one.turns)) for one in read_items(file)}
+
+
+def answers(items: Mapping[tuple[str, str, int], Item]) -> dict[tuple[str, str, int], tuple[list[str], float | None]]:
+    """The texts of each item's turns, and its reward."""
+    return {key: ([turn["text"] for turn in item.turns], item.reward) for key, item in items.items()}
 
 
 def grounding(folder: Path, model: Path) -> dict[str, Any]:
@@ -83,7 +95,7 @@ def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding
     out, checkpoint = tmp_path / "eval", ("--checkpoint", str(made.folder))
     assert evaluate(config, out, *checkpoint) == 0
     lines = (out / "items.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    items = {item.key: item for item in read_items(out / "items.jsonl")}
+    items = untimed(out / "items.jsonl")
     count = {arm: sum(item.arm == arm for item in items.values()) for arm in (RIGHT, SAME, OTHER, SAMPLED)}
     assert count == {RIGHT: ROWS, SAME: 0, OTHER: ROWS, SAMPLED: 2 * ROWS}
     assert len(lines) == len(items)
@@ -94,14 +106,15 @@ def test_a_checkpoint_is_measured_resumed_and_exported(tmp_path: Path, grounding
     (out / "items.jsonl").write_text("".join(lines[:10]) + lines[10][:20], encoding="utf-8")  # killed while it wrote the eleventh
     assert evaluate(config, out, *checkpoint) == 0
     assert (out / "items.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:10] == lines[:10]
-    assert {item.key: item for item in read_items(out / "items.jsonl")} == items
+    assert untimed(out / "items.jsonl") == items
     assert json.loads((out / "summary.json").read_text(encoding="utf-8")) == summary
     assert evaluate(config, out) == 2, "the start model's answers do not belong here"
 
     exported = tmp_path / "exported"
     assert main(["export", str(made.folder), str(exported), "--dtype", "float32"]) == 0
     assert main(["export", str(made.folder), str(exported)]) == 2, "it is not empty now"
-    assert same_weights(exported / "model.safetensors", made.folder / "weights/weights-1.2.safetensors")
+    assert evaluate({**config, "model": {**config["model"], "path": str(exported)}}, tmp_path / "again") == 0
+    assert answers(untimed(tmp_path / "again/items.jsonl")) == answers(items), "of the weights that the engines had"
     assert not same_weights(exported / "model.safetensors", grounding_model / "model.safetensors")
 
 

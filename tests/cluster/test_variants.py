@@ -56,7 +56,7 @@ def test_pictures_in_two_turns_on_two_ranks(tmp_path: Path, picture_model: Path)
     config = settings(
         tmp_path, picture_model, steps=STEPS, data={"train": str(picture_rows(tmp_path, 8))},
         environment__episode={"environment": LOOKS_TWICE, "max_turns": 2},
-        policy__ranks=2, policy__loss={"kl_coef": 0.05},
+        policy__ranks=2, policy__loss={"kl_coef": 0.05}, weight_sync__logprob_check="self_test",
     )  # fmt: skip
     made = trained(config)
     [logprob_check] = made.named("logprob_check")
