@@ -35,10 +35,8 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
             os.chown(folder, user, user)
     kernel.first_to_go()
     if user is not None:
-        reached = all(folder.stat().st_mode & 0o001 for path in settings["read"] for folder in Path(path).parents)
-        kernel.become(
-            user, keep_read=level == Level.FILTERED and not reached
-        )  # a Python below /root: Landlock leaves it that alone
+        hidden = level == Level.FILTERED and not all(f.stat().st_mode & 1 for path in settings["read"] for f in Path(path).parents)
+        kernel.become(user, keep_read=hidden)  # a Python below /root: Landlock still leaves it that alone
     kernel.die_with_parent(None if level == Level.NAMESPACES else server)  # which a change of user forgets
     writing = level != Level.FILTERED
     os.chdir(folder if writing else "/")
