@@ -29,18 +29,38 @@ def tracked() -> list[str]:
     return [name for name in found.stdout.split("\0") if name and (ROOT / name).exists()]
 
 
+def copy_checkout(target: Path, links: bool) -> Path:
+    """A copy of the tracked files. Without ``links`` each link is a text file, as zipfile and Git for Windows leave it."""
+    for name in tracked():
+        copied = target / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_symlink() and not links:
+            copied.write_text(os.readlink(ROOT / name), encoding="utf-8")
+        else:
+            shutil.copy(ROOT / name, copied, follow_symlinks=False)
+    return target
+
+
+def build(source: Path, out: Path) -> Path:
+    """The wheel of ``source``, in the folder ``out``."""
+    command = [*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(out), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (made,) = out.glob("rayloop-*.whl")
+    return made
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy of the tracked files: a build leaves folders behind."""
     folder = tmp_path_factory.mktemp("wheel")
-    for name in tracked():
-        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / "source" / name, follow_symlinks=False)
-    build = [*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(folder)]
-    done = subprocess.run([*build, str(folder / "source")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (made,) = folder.glob("rayloop-*.whl")
-    return made
+    return build(copy_checkout(folder / "source", links=True), folder)
+
+
+@pytest.fixture(scope="module")
+def without_links(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout in which the links are text files."""
+    return copy_checkout(tmp_path_factory.mktemp("without_links") / "source", links=False)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +88,24 @@ def test_a_wheel_has_one_package_with_all_files_and_nothing_else(wheel: Path) ->
     inside = {name for name in tracked() if name.startswith("rayloop/") and not (ROOT / name).is_dir()}
     assert inside | beside <= set(names)
     assert not [name for name in names if name.startswith("rayloop/benchmarks/")], "measurements stay in the checkout"
+
+
+def test_a_checkout_without_links_runs_every_command(without_links: Path) -> None:
+    """As unpacked, before anything is installed: what a Ray job's package is."""
+    program = "import importlib, sys; [importlib.import_module(f'rayloop.{name}') for name in sys.argv[1:]]"
+    run(without_links, without_links, sys.executable, "-c", program, *sorted(FOLDERS))
+    assert "usage" in run(without_links, without_links, sys.executable, "-m", "rayloop", "judge", "--help")
+
+
+def test_a_checkout_without_links_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    expected = contents(wheel)
+    assert contents(build(copy_checkout(tmp_path / "source", links=False), tmp_path)) == expected
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Bytes by name of all but the list of files, whose order may differ."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
 
 
 def test_every_command_has_its_help(installed: Path, tmp_path: Path) -> None:
