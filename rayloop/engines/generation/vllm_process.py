@@ -13,9 +13,8 @@ from rayloop.core.failures import ConfigError, WorkerLost
 from rayloop.engines.generation.vllm_worker import OWNER, VllmWorker, adapter
 from rayloop.engines.settings import VllmEngineSettings
 
-TESTED = SpecifierSet(">=0.28,<0.33")
-"""Releases of vLLM: 0.32.0 is what the contract tests run with (on CPU); 0.28.0, which goes with torch 2.13.0 on GPUs, has the
-same calls and arguments by its source, and has not been run."""
+TESTED = SpecifierSet("==0.32.*")
+"""Releases of vLLM: the contract tests run with 0.32.0 on CPUs, and rayloop[gpu] installs 0.32.0."""
 LIVENESS = 1.0
 """Seconds between two checks, by a call that waits for vLLM, that vLLM's processes are alive."""
 

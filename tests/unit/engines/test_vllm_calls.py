@@ -304,7 +304,7 @@ def test_an_engine_whose_cache_is_given_starts_beside_others_on_its_gpu(given: d
 
 
 def test_flashinfer_is_not_compiled_unless_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.28.0", raising=False)
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.32.0", raising=False)
     monkeypatch.setattr(os, "environ", {})
     prepare(VllmEngineSettings(), str(tmp_path))
     assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
