@@ -241,7 +241,7 @@ class PolicyRank(Actor):
             aside.rename(folder)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the transport's sender, for its half in the driver (``rayloop.transports.seam.Policy``)."""
+        """A method of the transport's sender, for its half in the driver (``rayloop.transports.seam.WeightExporter``)."""
         return getattr(self.sender, method)(*args, **kwargs)
 
     def parameter_groups(self) -> list[str]:

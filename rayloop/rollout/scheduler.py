@@ -119,7 +119,7 @@ class GroupScheduler:
         """Without staleness: what is issued again was one round, which is finished as it began; else it fills rounds of its own."""
         self.issued_this_step = 0
         self.quarantined: set[str] = set()
-        """Why the task that was quarantined last was."""
+        """Ids of the tasks that are not played again in this run."""
         self._made_up_for = 0
         self._on_bad_row = on_bad_row
 

@@ -135,11 +135,11 @@ class WeightTransport(ABC, Generic[Source]):
 
 def transport(settings: TransportSettings, folder: str | Path) -> WeightTransport[Any]:
     """Returns the transport of ``settings``; it may write below ``folder`` (in the run folder), which every node should see. Raises
-    ConfigError for a class that is no transport."""
+    ConfigError for a class that does not implement WeightTransport."""
     if not isinstance(settings, Component):
         shipped: WeightTransport[Any] = pkgutil.resolve_name(settings.implementation)(settings, str(folder))
         return shipped
     own = settings.resolve()(settings.options(), str(folder))
     if isinstance(own, WeightTransport):
         return own
-    raise ConfigError(f"use: {settings.use!r} is no rayloop.transports.seam.Transport, but a {type(own).__name__}")
+    raise ConfigError(f"use: {settings.use!r} is a {type(own).__name__}, not a rayloop.transports.seam.WeightTransport")

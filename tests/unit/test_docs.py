@@ -27,6 +27,8 @@ LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")
 MODULE = re.compile(r"python3? -m ([\w.]+)")
 DOTTED = re.compile(rf"`(rayloop(?:\.\w+)+|(?:{'|'.join(TOPS[1:7])})(?:\.\w+)+(?=:))(?::(\w+))?[`(]")
 OWNED = re.compile(r"`(\w+)[^`]*`\s(?:from|of|in)\s`([\w.]+|[\w/]+\.py)`")
+OF_A_FILE = re.compile(rf"`((?:{'|'.join(TOPS)})/[\w/]+\.py)`(?:: | \(|, )([^\n|;]*)")
+"""A file, and the rest of its clause, which names what is in it."""
 COMMAND = re.compile(r"(?:`|^ {2,4})python3? -m rayloop ([a-z]+)\b", re.MULTILINE)
 WHOLE = re.compile(
     r"`(?:\S*python3? -m rayloop) ([^`]+ [^`]+)`"
@@ -134,6 +136,26 @@ def test_every_module_and_name_that_is_quoted_exists() -> None:
     ]
     absent = [f"{place}: {module}:{name}" for place, module, name in places if not defined(module, name)]
     assert len(places) > 20, "the pattern finds nothing any more"
+    assert not absent, "\n".join(absent)
+
+
+def test_every_name_that_follows_a_file_is_in_it() -> None:
+    named = []
+    for _, place, match in found(OF_A_FILE, PAGES):
+        before_the_next_file = re.split(r"`[\w/]+\.\w+`", match[2])[0]
+        names = re.findall(r"`(\w+)`", before_the_next_file)
+        named += [(place, match[1], name) for name in names]
+    absent = [each for each in named if not defined(each[1].removesuffix(".py").replace("/", "."), each[2])]
+    assert len(named) > 5, "the pattern finds nothing any more"
+    assert not absent
+
+
+def test_every_class_that_a_docstring_or_a_message_names_by_its_module_exists() -> None:
+    dotted = re.compile(r"\b(rayloop(?:\.[a-z_]\w*)+)\.([A-Z]\w+)")
+    modules = [path for path in TEXTS if path.suffix == ".py"]
+    places = [(place, match[1], match[2]) for _, place, match in found(dotted, modules)]
+    absent = [f"{place}: {module}.{name}" for place, module, name in places if not defined(module, name)]
+    assert len(places) > 5, "the pattern finds nothing any more"
     assert not absent, "\n".join(absent)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ import pytest
 from benchmarks.structure import KINDS, Checkout, cycles, drawing, public, reachable, report, siblings
 
 ROOT = Path(__file__).parents[2]
-MODULES = 20
-"""In one folder, ``__init__.py`` aside: what one can overlook."""
 EXAMPLE = {
     "app/__init__.py": "",
     "app/main.py": "import app.store\nfrom app.web import page\n\n\nclass Main:\n    def run(self): ...\n    def _own(self): ...\n",
@@ -64,11 +61,6 @@ def test_the_tables_count_files_lines_and_names(example: Checkout) -> None:
     assert "| tests/ | 2 | 1 |" in reported
     assert dict(public(example)) == {"app.main.Main": False, "app.main.Main.run": False, "app.store.load": True}
     assert "| public names without docstring | 2 | of 3 |" in reported
-
-
-def test_no_folder_has_more_modules_than_one_can_overlook(here: Checkout) -> None:
-    folders = Counter(str(m.path.parent) for m in here.modules.values() if m.path.name != "__init__.py")
-    assert {folder: count for folder, count in folders.items() if count > MODULES} == {}
 
 
 def test_the_drawing_leaves_out_an_arrow_that_a_longer_way_replaces(here: Checkout) -> None:
