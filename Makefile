@@ -72,6 +72,7 @@ lint: $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/codespell $(PROSE)
 	$(BIN)/proselint check --config docs/proselint.json $(PAGES)
+	$(BIN)/zizmor --offline -q .github
 
 quickstart: $(VENV)/.run
 	$(BIN)/python -m rayloop train recipes/arc_vision/quickstart.yaml --console

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -38,14 +40,35 @@ def test_the_hooks_before_a_commit_check_what_lint_checks() -> None:
     assert all(hook["language"] == "system" for hook in repo["hooks"]), "a hook that is downloaded is another version"
 
 
-def test_hosted_ci_runs_the_script_on_the_python_that_is_checked() -> None:
+def test_hosted_ci_has_a_runner_for_every_lane() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
-    (job,) = workflow["jobs"].values()
-    assert [step["run"] for step in job["steps"] if step.get("run", "").startswith(".ci")] == [".ci/run"]
-    (budget,) = re.findall(r"^budget=(\d+)", CI, re.MULTILINE)
-    assert job["timeout-minutes"] > int(budget)
-    checked = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]["python_version"]
-    assert job["container"]["image"].startswith(f"python:{checked}-")
+    fast, lane = workflow["jobs"]["fast"], workflow["jobs"]["lane"]
+    assert fast["steps"][-1]["run"] == "make fast"
+    assert lane["steps"][-1]["run"] == '.ci/run "$LANE"'
+    assert lane["strategy"]["matrix"]["lane"] == re.findall(r"^lane ([\w-]+)", CI, re.MULTILINE)
+    assert not any(job["strategy"]["fail-fast"] for job in (fast, lane)), "one lane hides what another would say"
+    longest = max(int(minutes) for minutes in re.findall(r"^lane [\w-]+ (\d+)", CI, re.MULTILINE))
+    assert lane["timeout-minutes"] >= 2 * longest
+
+
+def test_hosted_ci_runs_on_the_pythons_that_are_promised() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    promised = [line.rpartition(" ")[2] for line in project["project"]["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert workflow["jobs"]["fast"]["strategy"]["matrix"]["python"] == promised
+    checked = project["tool"]["mypy"]["python_version"]
+    assert workflow["jobs"]["lane"]["container"]["image"].startswith(f"python:{checked}-")
+
+
+def test_ci_runs_the_lane_that_is_named_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "make").write_text('#!/bin/sh\necho "make $*"\n', encoding="utf-8")
+    (tmp_path / "make").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([ROOT / ".ci/run", "k8s", "nodes"], env=environment, capture_output=True, text=True)
+    assert [line for line in done.stdout.splitlines() if line.startswith("make")] == ["make test-k8s", "make test-nodes"]
+    unknown = subprocess.run([ROOT / ".ci/run", "test"], env=environment, capture_output=True, text=True)
+    assert unknown.returncode == 2
+    assert "there is no lane test; the lanes are: stranger" in unknown.stderr
 
 
 def test_every_command_is_on_the_page_of_commands() -> None:
