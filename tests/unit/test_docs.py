@@ -211,6 +211,8 @@ def test_the_readme_begins_with_what_a_reader_decides_by() -> None:
     order = (
         "**Status:",
         "Nothing has run on a GPU yet",
+        "    make quickstart ",
+        "    make test ",
         "<img src=",
         "| what goes wrong elsewhere |",
         "**Models**",
@@ -219,6 +221,8 @@ def test_the_readme_begins_with_what_a_reader_decides_by() -> None:
     places = [first.find(text) for text in order]
     assert places == sorted(places)
     assert places[0] > 0
+    commands = [line for line in first.splitlines() if line.startswith("    ")]
+    assert len(commands) == 2, "a first screen with two commands"
     rows = [line for line in first.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == 5
     assert all(re.search(r"\d.*\]\(", row.split("|")[3]) for row in rows), "each row has a figure and its page"
