@@ -62,9 +62,11 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     stopped = isinstance(end, Preempted) or (run.stopping.is_set() and not isinstance(end, SUSPECT))
     if stopped and not isinstance(end, Preempted):
         logger.warning("while the run stopped", exc_info=error)
-    if stopped and run.version.lineage == 0:
+    restored = run.version.lineage > 0
+    if stopped and not restored:
         return _recorded(run, run.origin.stopped(run.reporter.folder.last_step), error)
-    why = await _save(run, end) if stopped or run.step > run.begun else ""
+    # Before the version is that of the restored step, a checkpoint would have the version 0.0 and replace the one it came from.
+    why = await _save(run, end) if restored and (stopped or run.step > run.begun) else ""
     saved = run.saving.on_disk(run.version)
     if stopped:
         where = f"stopped at step {run.step} of {run.config.steps}"

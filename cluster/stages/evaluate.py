@@ -35,7 +35,7 @@ from rayloop.grpo.alarms import grader_error
 from rayloop.measure.controls import RIGHT, SAMPLED, Item, by_column, over_cells, pass_rates, summarise, table
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
-from rayloop.run.folder import RolloutDump, make_folder
+from rayloop.run.folder import RolloutDump, is_answer, make_folder
 from rayloop.run.held_out import Play, blind, plays, read_items
 from rayloop.run.identity import pinned
 from rayloop.run.lifetime import right
@@ -142,8 +142,8 @@ class Evaluator(Actor):
     def __init__(self, config: RunConfig, out: str) -> None:
         weight_sync = config.weight_sync.model_copy(update={"transport": ObjectStoreTransport()})  # there is no policy to send
         self.config, self.out = config.model_copy(update={"weight_sync": weight_sync}), Path(out)
-        self.items, self.events = JsonLines(self.out / "items.jsonl"), EventLog(self.out / "events.jsonl")
-        self.images = RolloutDump(self.out)
+        self.items, self.events = JsonLines(self.out / "items.jsonl", is_answer), EventLog(self.out / "events.jsonl")
+        self.images = RolloutDump(self.out, is_answer)
         self.weights: WeightUpdate[Any] | None = None
         self.why = self.trace = ""
         self.retries = 0

@@ -101,7 +101,7 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
 def _watch(arguments: argparse.Namespace) -> int:
     """Show steps as they are recorded, until the run ends. Returns 0."""
     folder = RunFolder.begun(arguments.run_folder)
-    config, metrics, shown = folder.configuration, Tail(folder.metrics), 0
+    config, metrics, shown, damage = folder.configuration, Tail(folder.metrics), 0, ""
     temperature = ((config.get("rollout") or {}).get("sampling") or {}).get("temperature", 1.0)
     with Progress(config.get("steps") or 0, sampled(temperature)) as progress:
         while True:
@@ -109,6 +109,9 @@ def _watch(arguments: argparse.Namespace) -> int:
             for record in records[shown if shown <= len(records) else 0 :]:
                 progress.step({name: value for name, value in record.items() if isinstance(value, int | float)})
             shown = len(records)
+            if found["damaged"] != damage:
+                damage = found["damaged"]
+                progress.note(damage)
             progress.doing(visible(state(found)))
             if found["process"] is None:
                 progress.note(visible(state(found)))
@@ -141,6 +144,8 @@ def _figures(folder: RunFolder) -> dict[str, str]:
     """A run's last figures, in words."""
     records, events = list(folder.metrics), list(folder.events)
     found = {"run": visible(state(status(folder, time.time(), events))), "steps": str(len(records))}
+    if damage := folder.damage():
+        found["records"] = damage
     lines = series(records[-SEEN:])
     for name in FIGURES:
         if values := [value for _, value in lines.get(name, ()) if value is not None]:

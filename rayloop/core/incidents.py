@@ -143,6 +143,16 @@ class NotWritten(Event, by="rayloop/run/reporter.py"):
     why: str
 
 
+class RecordsDamaged(Event, by="rayloop/run/reporter.py"):
+    """Lines of a file are no records of it, such as zero bytes after a power loss. They are moved aside; the run goes on without
+    them, and so do its curves. To do: look at the storage if it comes again."""
+
+    file: str
+    """Which file."""
+    lines: int
+    """How many."""
+
+
 class EpisodeFailed(Event, by="cluster/supervision/attempts.py"):
     """An episode failed, not because of the policy: it is played again, or given up. To do: read `why` if many are `excluded`."""
 

@@ -18,7 +18,7 @@ from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
 from rayloop.data.images import encoding
 from rayloop.run.lock import RunLock
 from rayloop.run.records.events import EventLog
-from rayloop.run.records.jsonl import SCHEMA_VERSION, JsonLines, encode
+from rayloop.run.records.jsonl import SCHEMA_VERSION, Fits, JsonLines, encode, is_number
 
 SHOWN = 10
 """Rows left out for one reason that the console shows; quarantine.jsonl has all."""
@@ -30,11 +30,11 @@ class RunFolder:
     def __init__(self, root: str | Path, name: str) -> None:
         self.path = Path(root) / name
         self.config = self.path / "config.yaml"
-        self.metrics = JsonLines(self.path / "metrics.jsonl")
+        self.metrics = JsonLines(self.path / "metrics.jsonl", is_step)
         self.events = EventLog(self.path / "events.jsonl")
         self.quarantine = JsonLines(self.path / "quarantine.jsonl")
-        self.rollouts = RolloutDump(self.path / "rollouts")
-        self.evaluations = RolloutDump(self.path / "evaluations")
+        self.rollouts = RolloutDump(self.path / "rollouts", is_rollout)
+        self.evaluations = RolloutDump(self.path / "evaluations", is_answer)
         self.checkpoints = self.path / "checkpoints"
         self.weights = self.path / "weights"
         self.logs = self.path / "logs"
@@ -106,10 +106,17 @@ class RunFolder:
         found = {"schema_version": SCHEMA_VERSION, "step": step, **stats}
         write_whole(self.path / "replay_buffer_stats.json", (encode(found) + "\n").encode(), durable=False)
 
+    def damage(self) -> str:
+        """What to say of the damaged lines that were left out when its files were read last; "" when there were none."""
+        files = (self.metrics, self.events, self.rollouts, self.evaluations)
+        found = [f"{file.damaged} of {file.path.name}" for file in files if file.damaged]
+        return f"damaged lines are left out: {', '.join(found)}" if found else ""
+
     def truncate_after(self, step: int) -> int:
-        """Move the records of later steps to ``*.attempt-K`` after a restore. Returns the number of metrics records moved."""
+        """Move the records of later steps, and damaged lines, to ``*.attempt-K`` after a restore. Returns the number of metrics
+        records moved."""
         with needed(self.path):
-            moved = self.metrics.split(lambda record: int(record.get("step", 0)) <= step, _aside(self.metrics.path))
+            moved = self.metrics.split(lambda record: int(record["step"]) <= step, _aside(self.metrics.path))
             self.rollouts.set_aside_after(step)
             self.evaluations.set_aside_after(step)
         return moved
@@ -185,12 +192,48 @@ class RolloutRecord:
     gaps: tuple[tuple[float, float] | None, ...] = ()
 
 
+def is_step(record: Mapping[str, Any]) -> bool:
+    """Whether it is a record of metrics.jsonl: a step's numbers by name, null where one was not finite."""
+    placed = is_number(record.get("step")) and is_number(record.get("time"))
+    return placed and all(value is None or is_number(value) for value in record.values())
+
+
+SHOWN_FIELDS = frozenset(
+    ("step", "group", "sample", "task", "source", "prompt", "images", "turns", "reward", "flags", "status", "replayed")
+)
+"""Of a ``RolloutRecord``: what its readers take for granted."""
+
+
+def is_rollout(record: Mapping[str, Any]) -> bool:
+    """Whether it is a ``RolloutRecord`` as this or an older version writes it."""
+    return record.keys() >= SHOWN_FIELDS
+
+
+def is_answer(record: Mapping[str, Any]) -> bool:
+    """Whether it is an answer of an evaluation (rayloop/measure/controls.py)."""
+    return record.keys() >= {"arm", "task", "reward"}
+
+
 class RolloutDump:
     """``step_000012.jsonl`` with the images of all steps beside it, each stored once by its hash."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fits: Fits = is_rollout) -> None:
+        """``fits``: as of ``JsonLines``."""
         self.path = path
         self.images = path / "images"
+        self._fits = fits
+        self._damaged: dict[int, int] = {}
+
+    @property
+    def damaged(self) -> int:
+        """Damaged lines of all files that were read."""
+        return sum(self._damaged.values())
+
+    def read(self, step: int) -> Iterator[dict[str, Any]]:
+        """The records of a step; none when there is no file."""
+        lines = JsonLines(self.file(step), self._fits)
+        yield from lines
+        self._damaged[step] = lines.damaged
 
     def file(self, step: int) -> Path:
         """The file of a step's rollouts."""
@@ -202,7 +245,7 @@ class RolloutDump:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The records of all steps, in order."""
-        return (record for file in self.files().values() for record in JsonLines(file))
+        return (record for step in self.files() for record in self.read(step))
 
     def write(self, step: int, records: Sequence[Any], images: Mapping[str, bytes]) -> None:
         """Write the records (dataclasses) of a step, replacing an earlier file. ``images``: sha256 -> encoded bytes."""

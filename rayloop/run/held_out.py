@@ -12,7 +12,7 @@ from rayloop.data.dataset import Dataset
 from rayloop.measure.controls import BLIND, CONTROLS, OTHER, RIGHT, SAME, SAMPLED, BlindPrior, Item, pairs, swapped
 from rayloop.measure.intervals import Interval
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import jsonable
+from rayloop.run.folder import is_answer, jsonable
 from rayloop.run.records.jsonl import JsonLines
 
 
@@ -42,7 +42,8 @@ def plays(config: RunConfig, tasks: Sequence[Task], *, controls: bool, samples: 
 def read_items(file: Path) -> list[Item]:
     """The items of an evaluation on record: ``evaluations/step_N.jsonl`` of a run, ``items.jsonl`` of ``eval``."""
     names = {field.name for field in dataclasses.fields(Item)}
-    return [Item(**{name: value for name, value in record.items() if name in names}) for record in JsonLines(file)]
+    found = ({name: value for name, value in record.items() if name in names} for record in JsonLines(file, is_answer))
+    return [Item(**{"source": "", **values}) for values in found]
 
 
 def on_training_rows(config: RunConfig) -> str:

@@ -141,6 +141,8 @@ class Reporter:
         moved = self.folder.truncate_after(step)
         self.folder.write_config(dump(self.config))
         self.event(events.Begin(lineage, checkpoint.folder.name if checkpoint else None, superseded_records=moved, best=self.best))
+        if damaged := self.folder.metrics.damaged:
+            self.event(incidents.RecordsDamaged(self.folder.metrics.path.name, damaged))
 
     def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
         """Held-out answers: kept one by one; their means are an event at once, and part of the step's metrics."""

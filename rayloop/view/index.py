@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rayloop.run.folder import RunFolder
+from rayloop.run.folder import RunFolder, is_rollout
 from rayloop.run.records.jsonl import JsonLines
 from rayloop.view.reader import Record
 
@@ -83,7 +83,7 @@ class EpisodeIndex:
         db.commit()
 
     def state(self) -> dict[str, Any]:
-        """``episodes``, ``read`` of all ``files``, ``broken``: step -> why its file cannot be read, ``choices`` of each filter."""
+        """``episodes``, ``read`` of all ``files``, ``broken``: step -> what is wrong with its file, ``choices`` of each filter."""
         with self._opened() as db:
             return {
                 "episodes": db.execute("SELECT COUNT(*) FROM episodes").fetchone()[0],
@@ -123,15 +123,18 @@ def _forget(db: sqlite3.Connection, step: int) -> None:
 def _add(db: sqlite3.Connection, step: int, file: Path, changed: int, size: int) -> None:
     _forget(db, step)
     insert, why = f"INSERT INTO episodes ({', '.join(COLUMNS)}) VALUES (:{', :'.join(COLUMNS)})", ""
+    records = JsonLines(file, is_rollout)
     try:
-        for record in JsonLines(file):
+        for record in records:
             made = {"step": step, "grp": record["group"], "flags": " ".join(record["flags"])}
             made |= {"turns": sum(turn["sampled"] for turn in record["turns"]), **{name: record.get(name) for name in COPIED}}
             plain = {name: _plain(value) if isinstance(value, str) else value for name, value in made.items()}
             row = db.execute(insert, plain).lastrowid
             db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (row, _text(record)))
     except (ValueError, KeyError, TypeError, sqlite3.ProgrammingError) as error:
-        why = f"{type(error).__name__}: {error}"
+        why = f"it cannot be read: {type(error).__name__}: {error}"
+    if records.damaged and not why:
+        why = f"damaged lines are left out: {records.damaged}"
     db.execute("INSERT INTO files VALUES (?, ?, ?, ?)", (step, changed, size, why))
 
 

@@ -95,6 +95,7 @@ def content(folder: RunFolder, groups: int) -> Record:
         "compared": [films.group([*map(held_out, pair)], folder.evaluations.path) for pair in pairs],
         "groups": [films.group(members, folder.rollouts.path) for members in shown],
         "images": films.images,
+        "damaged": folder.damage(),
     }
 
 
@@ -154,7 +155,7 @@ def task_results(folder: RunFolder) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for kind, dump, keys in (("evaluations", folder.evaluations, HELD_OUT), ("training", folder.rollouts, TRAINED)):
         for record in dump:
-            empty: dict[str, Any] = {"source": record["source"], "evaluations": [], "training": []}
+            empty: dict[str, Any] = {"source": record.get("source", ""), "evaluations": [], "training": []}
             found.setdefault(record["task"], empty)[kind].append({key: record[key] for key in keys if key in record})
     return found
 

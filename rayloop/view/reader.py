@@ -78,7 +78,7 @@ def rollout_groups(folder: RunFolder) -> Iterator[list[Record]]:
 def members(folder: RunFolder, step: int) -> dict[int, list[Record]]:
     """Group -> the records of its members, of one step; empty when none is on record."""
     found: dict[int, list[Record]] = {}
-    for record in JsonLines(folder.rollouts.file(step)):
+    for record in folder.rollouts.read(step):
         found.setdefault(record["group"], []).append(record)
     return found
 
@@ -93,7 +93,7 @@ def compared(folder: RunFolder) -> list[tuple[Record, ...]]:
 
 def answers(folder: RunFolder, *steps: int) -> list[tuple[Record, ...]]:
     """By task: its first answer to the own image in each of these evaluations; tasks that one of them lacks are left out."""
-    found = [{r["task"]: {**r, "step": step} for r in JsonLines(folder.evaluations.file(step)) if _first(r)} for step in steps]
+    found = [{r["task"]: {**r, "step": step} for r in folder.evaluations.read(step) if _first(r)} for step in steps]
     return [tuple(by[task] for by in found) for task in sorted(set.intersection(*(set(by) for by in found)))]
 
 

@@ -33,6 +33,7 @@ def status(folder: RunFolder, now: float, events: Iterable[Record]) -> dict[str,
         "driver_restarts_left": int(metrics["budget_left/driver"]),
         "roles": roles if holder else {name: {**role, "in_service": 0} for name, role in roles.items()},
         "incidents": [{**record, "ago": now - record["time"]} for record in vitals.incidents],
+        "damaged": folder.damage(),
     }
 
 
@@ -52,6 +53,8 @@ def text(found: dict[str, Any]) -> str:
         lines.append(f"the driver may be restarted {found['driver_restarts_left']} times more in this hour")
     if found["incidents"]:
         lines += ["", "last incidents", *(f"{span(i['ago'])} ago: {brief(i)}" for i in found["incidents"])]
+    if found["damaged"]:
+        lines += ["", found["damaged"]]
     return "\n".join(lines)
 
 

@@ -38,10 +38,13 @@ def doing(phase: str, progress: tuple[int, int] | None) -> str:
 
 
 def describe(record: Record) -> str:
-    """One line for an event, a table for controls, tracebacks whole. An event without words of its own is shown with its fields.
-    Raises jinja2.UndefinedError, KeyError or TypeError for an event of another version."""
+    """One line for an event, a table for controls, tracebacks whole. An event without words of its own, or one whose fields are
+    those of another version, is shown with its fields."""
     kind = record["event"]
-    said = _template(kind).render(record) if kind in TEMPLATES else _WORDS.get(kind, _fields)(record)
+    try:
+        said = _template(kind).render(record) if kind in TEMPLATES else _WORDS.get(kind, _fields)(record)
+    except (KeyError, TypeError, ValueError, jinja2.UndefinedError):
+        said = _fields(record)
     when = f"[{record['step']}] " if "step" in record else ""
     trace = f"\n{record['traceback']}" if "traceback" in record else ""
     return f"{when}{said}{trace}"

@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-import jinja2
 import yaml
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
@@ -251,11 +250,7 @@ def figures(text: str) -> list[tuple[str, str, float | None]]:
 
 def said(event: Record) -> str:
     """What happened, in words."""
-    plain = {key: value for key, value in event.items() if key not in ("schema_version", "time", "step")}
-    try:
-        return describe(plain)
-    except (KeyError, TypeError, ValueError, jinja2.UndefinedError):  # written by another version
-        return json.dumps(plain, ensure_ascii=False)
+    return describe({key: value for key, value in event.items() if key not in ("schema_version", "time", "step")})
 
 
 def flat(value: Any, path: str = "") -> dict[str, str]:

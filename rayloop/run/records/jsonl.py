@@ -17,18 +17,26 @@ from rayloop.core.files import write_whole
 SCHEMA_VERSION = 1
 HELD = 10_000
 """Records that are held in memory while the storage refuses them; of more, the newest."""
+Fits = Callable[[Mapping[str, Any]], bool]
+"""Whether a JSON object is a record of a file: it has the fields that every reader of that file takes for granted."""
 
 
 class JsonLines:
     """A file of records with ``schema_version`` and ``time`` (Unix seconds), written by one process. The first ``append`` removes
-    an unfinished line. What the storage refuses is written with the next record that it takes."""
+    an unfinished line. What the storage refuses is written with the next record that it takes.
 
-    def __init__(self, path: Path) -> None:
+    Readers skip damaged lines and count them: a power loss or a network file system leaves zero bytes and halves of lines."""
+
+    def __init__(self, path: Path, fits: Fits = lambda record: True) -> None:
+        """A line that holds no JSON object, or one that does not ``fit``, is damaged."""
         self.path = path
+        self.damaged = 0
+        """Damaged lines in what was read last: by iteration, by ``split``, or by ``since`` from offset 0 on."""
         self.trouble: OSError | None = None
         """Why the last record is not on the disk; None when it is."""
         self._held: deque[bytes] = deque(maxlen=HELD)
         self._file: FileIO | None = None
+        self._fits = fits
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line, after those that are held. Raises TypeError for a value that JSON cannot hold, and never OSError."""
@@ -70,30 +78,75 @@ class JsonLines:
         self._shut()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The records, in order. An unfinished last line is left out; a missing file has no records; broken UTF-8 is replaced."""
-        if self.path.exists():
-            with self.path.open(encoding="utf-8", errors="replace") as file:
-                yield from (json.loads(line) for line in file if line.endswith("\n"))
+        """The records, in order, without damaged lines and an unfinished last one. A missing file has no records; broken UTF-8 is
+        replaced."""
+        self.damaged = 0
+        for line in self._lines():
+            record = self._record(line)
+            if record is not None:
+                yield record
 
     def since(self, offset: int) -> tuple[list[dict[str, Any]], int]:
         """The records from byte ``offset`` on, where one begins, and the byte after the last of them, for the next call."""
         if not self.path.exists():
             return [], 0
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            whole = file.read().rpartition(b"\n")
-        lines = whole[0].decode(errors="replace").split("\n") if whole[1] else []
-        return [json.loads(line) for line in lines], offset + len(whole[0]) + len(whole[1])
+        if offset == 0:
+            self.damaged = 0
+        lines = list(self._lines(offset))
+        records = [record for record in map(self._record, lines) if record is not None]
+        return records, offset + sum(map(len, lines))
 
     def split(self, keep: Callable[[Mapping[str, Any]], bool], aside: Path) -> int:
-        """Move the records that ``keep`` refuses to ``aside``, and return their number. A crash leaves them in both files."""
+        """Move the records that ``keep`` refuses to ``aside``, and return their number; damaged lines are moved with them. A crash
+        leaves them in both files. Raises OSError."""
         self.close()
-        records = list(self)
-        dropped = [record for record in records if not keep(record)]
-        if dropped:
-            _write(aside, dropped)
-            _write(self.path, [record for record in records if keep(record)])
-        return len(dropped)
+        self.damaged = 0
+        kept, moved = list[bytes](), list[bytes]()
+        for line in self._lines():
+            record = self._record(line)
+            (kept if record is not None and keep(record) else moved).append(line)
+        if moved:
+            write_whole(aside, b"".join(moved))
+            write_whole(self.path, b"".join(kept))
+        return len(moved) - self.damaged
+
+    def _lines(self, offset: int = 0) -> Iterator[bytes]:
+        """The whole lines from byte ``offset`` on."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    yield line
+
+    def _record(self, line: bytes) -> dict[str, Any] | None:
+        """What a line holds; None, and counted, when the line is damaged."""
+        try:
+            found = json.loads(line.decode(errors="replace"), parse_constant=_refused, object_pairs_hook=_unique)
+        except (ValueError, RecursionError):
+            found = None
+        if isinstance(found, dict) and self._fits(found):
+            return found
+        self.damaged += 1
+        return None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a record is a finite number."""
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, unless a key comes twice: then the line is made of the halves of two records."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key comes twice")
+    return found
+
+
+def _refused(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON, and is never written")
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
@@ -119,10 +172,6 @@ def _plain(value: Any) -> str:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON: {value!r:.80}")
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> None:
-    write_whole(path, "".join(encode(record) + "\n" for record in records).encode())
 
 
 def _drop_torn_line(path: Path) -> None:

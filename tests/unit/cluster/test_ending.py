@@ -239,6 +239,14 @@ def test_nothing_is_saved_where_nothing_was_trained_since_the_checkpoint(
     assert run.ends(error).__notes__ == ["run again to continue from step 3 (step_000003)"]
 
 
+@pytest.mark.parametrize("error", [KeyError("a bug"), StorageFailed("no room"), OSError(5, "Input/output error")])
+def test_nothing_is_saved_before_the_restored_version_is_known(config: RunConfig, tmp_path: Path, error: Exception) -> None:
+    """The driver has the step of its checkpoint, and no lineage yet: what it saved would replace that checkpoint."""
+    run = Driving(config, tmp_path / "run", step=46, begun=0, version=Version(0, 0), trouble=AssertionError("it was saved"))
+    assert run.ends(error).__notes__[-1] == "run again to continue from step 3 (step_000003)"
+    assert [found.step for found in run.store.newest_first()] == [OLDER]
+
+
 def test_an_error_before_anything_was_trained_has_no_note(config: RunConfig, tmp_path: Path) -> None:
     run = Driving(config, tmp_path / "run", step=0, begun=0)
     assert not hasattr(run.ends(ConfigError("a key")), "__notes__")
