@@ -82,9 +82,9 @@ def _train(arguments: argparse.Namespace) -> int:
     print(json.dumps({
         **{name: value for name, value in vars(arguments).items() if name not in ("command", "model", "config", "run")},
         "model": model.path,
-        "update_s": round(update, 4),
-        "update_cpu_s": round(median(processor[1:]), 4),
-        "tokens_per_s": round(tokens / update, 1),
+        "update_s": significant(update),
+        "update_cpu_s": significant(median(processor[1:])),
+        "tokens_per_s": significant(tokens / update),
         **(_rate(arguments, update, median(ceilings[1:])) if arguments.model else {}),
         "torch_threads": torch.get_num_threads(),
         "peak_gpu_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if gpu else None,
@@ -98,10 +98,15 @@ def _train(arguments: argparse.Namespace) -> int:
 def _rate(arguments: argparse.Namespace, update: float, most: float) -> dict[str, float]:
     operations = flops(_config(arguments), arguments.sequences, arguments.prompt, arguments.answer, arguments.group)
     return {
-        "gflops": round(operations / update / 1e9, 2),
-        "ceiling_gflops": round(most / 1e9, 2),
-        "mfu": round(operations / update / most, 3),
+        "gflops": significant(operations / update / 1e9),
+        "ceiling_gflops": significant(most / 1e9),
+        "mfu": significant(operations / update / most),
     }
+
+
+def significant(value: float) -> float:
+    """Four significant digits. A fixed number of decimals leaves nothing of a small model's rate on a busy machine."""
+    return float(f"{value:.4g}")
 
 
 def _profile(update: Callable[[], Any], rows: int) -> None:

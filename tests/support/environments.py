@@ -166,6 +166,29 @@ FAULTS: dict[str, Callable[[float], Any]] = {
 """Given the seconds that a hang lasts."""
 
 
+class WaitsForTheOthers:
+    """A question whose ``reset`` waits, for the task ``late``, until the test says that the other episodes have their answer."""
+
+    Settings = SettingsModel
+    answered = threading.Event()
+
+    def __init__(self, settings: SettingsModel) -> None:
+        pass
+
+    def reset(self, task: Task) -> Observation:
+        if task.id == "late":
+            assert self.answered.wait(60)
+        return Observation(task.messages)
+
+    def step(self, text: str) -> StepResult:
+        return StepResult(done=True)
+
+    def evaluate(self) -> None:
+        return None
+
+    def close(self) -> None: ...
+
+
 class Fault:
     """Does what the policy says, one of ``FAULTS``, and leaves its process id."""
 

@@ -37,6 +37,7 @@ from rayloop.core.types import (
     Version,
 )
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
+from tests.support.environments import WaitsForTheOthers
 
 SCRIPTED = {"use": "rayloop.envs.scripted:ScriptedTool", "with": {"steps": [{"text": "more"}]}}
 FAULTY = "tests.support.faulty:FaultyEnvironment"
@@ -444,13 +445,18 @@ def test_who_sees_something_else_asks_alone_and_who_fails_before_is_not_waited_f
 
 
 def test_a_member_that_is_late_asks_alone(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.actors.lease.PATIENCE", 0.05)
-    faulty = {"use": FAULTY, "with": {"reset": {"late": "hang"}, "hang": 1.5}}
-    engine = Engine()
-    player = actor(text_folder, faulty, max_turns=1, step_timeout=20.0)
+    monkeypatch.setattr("rayloop.actors.lease.PATIENCE", 2.0)
+    answered = WaitsForTheOthers.answered
+    answered.clear()
+
+    async def let_the_late_one_begin(number: int) -> None:
+        answered.set()
+
+    engine = Engine(let_the_late_one_begin)
+    player = actor(text_folder, {"use": f"{ENVIRONMENTS}:WaitsForTheOthers"}, max_turns=1, step_timeout=90.0)
     summaries = group(player, [named("well", 0), named("late", 1), named("well", 2)], engine)[0]
     assert all(isinstance(summary, Summary) for summary in summaries)
-    assert sorted(map(len, engine.together)) == [1, 2]
+    assert list(map(len, engine.together)) == [2, 1]
 
 
 def test_an_engine_that_dies_with_the_request_of_a_group_costs_each_its_turn(text_folder: Path) -> None:
