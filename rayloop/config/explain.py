@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticUndefined, to_jsonable_python
 
 from rayloop.config.yaml_source import KeyPath, Source, dotted
 
@@ -69,6 +69,22 @@ def choose(annotation: Any, value: Any) -> type[BaseModel] | None:
 def keys(model: type[BaseModel]) -> dict[str, Any]:
     """Key as a person writes it -> annotation."""
     return {info.alias or name: info.annotation for name, info in model.model_fields.items()}
+
+
+def defaults(model: type[BaseModel], data: Any, standard: Any = None) -> dict[str, Any]:
+    """The default of each key of ``data``, a ``model`` as plain values, with the kinds that ``data`` chose; keys without a default
+    are left out. ``standard``: the instance that is the default at this place."""
+    found = dict[str, Any]()
+    for name, info in model.model_fields.items():
+        key = info.alias or name
+        usual = getattr(standard, name) if isinstance(standard, model) else info.get_default(call_default_factory=True)
+        value = data.get(key) if isinstance(data, Mapping) else None
+        inner = choose(info.annotation, value) if isinstance(value, Mapping) else None
+        if inner is not None:
+            found[key] = defaults(inner, value, usual)
+        elif usual is not PydanticUndefined:
+            found[key] = to_jsonable_python(usual, by_alias=True)
+    return found
 
 
 def walk(model: type[BaseModel]) -> Iterator[tuple[KeyPath, type[BaseModel]]]:

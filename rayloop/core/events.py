@@ -4,7 +4,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, dataclass_transform
 
 
@@ -118,8 +118,8 @@ class Evaluated(Event, by="rayloop/run/reporter.py"):
 
 
 class Controls(Event, by="rayloop/run/reporter.py"):
-    """Held-out scores beside those with wrong images and without. Bounds are null for fewer than 8 items. To do: read `looks`: a
-    policy that does not look learned where answers usually are."""
+    """Held-out scores beside those with wrong images and without. Bounds are null for fewer than 8 items. To do: read
+    `looks` by source: a policy that does not look learned where answers usually are, and a mean over sources hides it."""
 
     items: int
     """Answers with the right image."""
@@ -130,9 +130,12 @@ class Controls(Event, by="rayloop/run/reporter.py"):
     differences: Mapping[str, Any]
     """Control: score: the right image minus it, paired."""
     looks: bool | None
-    """Whether the right image is above every control by more than chance."""
+    """Whether the right image is above every control by more than chance, on every source; null: too few items to say."""
     unscored: int
     """Answers without a score."""
+    by_source: Mapping[str, Any] = field(default_factory=dict)
+    """Source: `items`, `reward`, `differences` from each control, `looks`, distinct `answers`, how many are the `commonest`, and
+    the `change` since the first evaluation (null for that one)."""
 
 
 class Gain(Event, by="rayloop/run/reporter.py"):

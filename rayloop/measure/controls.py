@@ -2,7 +2,7 @@
 of another kind, and than the best answer without any (the blind prior), each beyond chance. Also pass@k of answers."""
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -16,6 +16,14 @@ RIGHT, SAME, OTHER, BLIND, SAMPLED = "right", "same source", "other source", "bl
 """Arms: the right image; another of the same source; one of another source; the blind prior; the right image, sampled."""
 CONTROLS = (BLIND, SAME, OTHER)
 WORDS = {BLIND: "the best answer without an image", SAME: "another image of the same source", OTHER: "an image of another source"}
+NOT_PLAYED = {
+    BLIND: f"{WORDS[BLIND]} (evaluation.blind names none)",
+    SAME: f"{WORDS[SAME]} (no two tasks of one source have different images)",
+    OTHER: f"{WORDS[OTHER]} (all tasks with images have one source; a column data_source names kinds)",
+}
+"""A control that was not played, and why."""
+NAMED = 12
+"""Sources that a sentence names."""
 
 
 class BlindPrior(Protocol):
@@ -145,9 +153,13 @@ def against_controls(items: Sequence[Item]) -> Table:
     return {arm: by for arm, by in differences.items() if by}
 
 
-def looks(differences: Table) -> bool:
-    """Whether the reward with the right image is above that of every control, with intervals that exclude 0."""
-    return {SAME, OTHER} <= differences.keys() and all(map(_above, differences.values()))
+def looks(differences: Table) -> bool | None:
+    """Whether the reward with the right image is above that of every control that was played, with intervals that exclude 0. None:
+    undecided, for want of another image of the same source, or of ``LEAST`` items."""
+    enough = [by for by in differences.values() if by["reward"][1] is not None]
+    if not all(map(_above, enough)):
+        return False
+    return True if SAME in differences and len(enough) == len(differences) else None
 
 
 def _above(difference: Mapping[str, Interval]) -> bool:
@@ -155,15 +167,42 @@ def _above(difference: Mapping[str, Interval]) -> bool:
     return low is not None and low > 0
 
 
-def summarise(items: Sequence[Item], unscored: int) -> dict[str, Any]:
-    """Means with their intervals by arm and by source, ``differences`` (right image minus control), whether it ``looks``."""
+def by_source(items: Sequence[Item], before: Sequence[Item] = ()) -> dict[str, dict[str, Any]]:
+    """Source with images -> ``items``, ``reward`` with the right image, its ``differences`` from controls, whether the policy
+    ``looks``, how many ``answers`` are distinct, how many are the ``commonest``, and ``change``: of the reward since ``before``."""
+    found: dict[str, dict[str, Any]] = {}
+    for source in sorted({item.source for item in items if item.arm in (SAME, OTHER) or item.images}):
+        now, then = ([item for item in group if item.source == source] for group in (items, before))
+        right = [item for item in now if item.arm == RIGHT and item.reward is not None]
+        if not right:
+            continue
+        differences = against_controls(now)
+        texts = Counter(item.text for item in right)
+        found[source] = {
+            "items": len(right),
+            "reward": means(right)["reward"],
+            "differences": {arm: by["reward"] for arm, by in differences.items()},
+            "looks": looks(differences),
+            "answers": len(texts),
+            "commonest": max(texts.values()),
+            "change": gains(right, [item for item in then if item.arm == RIGHT]).get("reward"),
+        }
+    return found
+
+
+def summarise(items: Sequence[Item], unscored: int, before: Sequence[Item] = ()) -> dict[str, Any]:
+    """Means with their intervals by arm and by source, ``differences`` (right image minus control), and whether it ``looks``: on
+    average, and on every source. ``before``: the items of an earlier evaluation, to compare with."""
     differences, arms = against_controls(items), list(dict.fromkeys(item.arm for item in items))
+    sources = by_source(items, before) if differences else {}
+    judged = [looks(differences), *(one["looks"] for one in sources.values())]
     return {
         "items": sum(item.arm == RIGHT for item in items),
         "arms": {arm: means(item for item in items if item.arm == arm) for arm in arms},
         "sources": by_column(items, {item.task: item.source for item in items}),
         "differences": differences,
-        "looks": looks(differences) if differences else None,
+        "by_source": sources,
+        "looks": False if False in judged else None if None in judged or not differences else True,
         "unscored": unscored,
     }
 
@@ -189,24 +228,73 @@ def table(summary: dict[str, Any]) -> list[str]:
     if cut := summary.get("cut"):
         lines.append(f"{cut} answers were cut by sampling.max_tokens; --retries N plays them again with more room")
     if differences := summary["differences"]:
-        lines += ["right image minus control, paired:", *_rows("  ", differences), verdict(differences)]
+        lines += ["right image minus control, paired:", *_rows("  ", differences), *_source_rows(summary), verdict(summary)]
     if summary["unscored"]:
         lines.append(f"{summary['unscored']} answers have no score; run again once the reason in events.jsonl is removed")
     return lines
 
 
-def verdict(differences: Table) -> str:
-    """One sentence on whether the policy looks."""
-    if looks(differences):
+def verdict(summary: Mapping[str, Any]) -> str:
+    """On how many sources the policy looks; where it was not shown to look, where that is undecided, and where it got worse."""
+    sources: Mapping[str, Mapping[str, Any]] = summary.get("by_source") or {}
+    differences: Table = summary["differences"]
+    said = [_by_source(sources, differences) if len(sources) > 1 else _on_average(differences)]
+    worse = {name: one["change"] for name, one in sources.items() if one["change"] and one["change"][0] < 0}
+    sure = {name: f"{name} {_shown(change)}" for name, change in worse.items() if change[2] is not None and change[2] < 0}
+    if sure:
+        said.append(f"Worse than at the first evaluation: {_some(sure.values())}.")
+    if chance := [f"{name} {_shown(change)}" for name, change in worse.items() if name not in sure]:
+        said.append(f"Lower than at the first evaluation, which may be chance: {_some(chance)}.")
+    if missing := [why for arm, why in NOT_PLAYED.items() if arm not in differences]:
+        said.append(f"Not compared with {'; nor with '.join(missing)}.")
+    return " ".join(said)
+
+
+def _by_source(sources: Mapping[str, Mapping[str, Any]], differences: Table) -> str:
+    by: dict[bool | None, list[str]] = {True: [], False: [], None: []}
+    for name, one in sources.items():
+        by[one["looks"]].append(name)
+    few = f"fewer than {LEAST} tasks, or no other image of the source"
+    if len(by[None]) == len(sources):
+        return f"{_on_average(differences)} That is a mean over {len(sources)} sources; on which it holds is undecided ({few})."
+    count = f"{len(by[True])} of {len(sources)} sources"
+    said = [f"The policy looks on {count}: there the right image scores above every control, and no interval holds 0."]
+    if not by[True]:
+        said = [f"No evidence that the policy looks: on none of {len(sources)} sources is the right image above every control."]
+    if by[False]:
+        said.append(f"Not shown to look: {_some(_weakest(name, sources[name]) for name in by[False])}.")
+    if by[None]:
+        said.append(f"Undecided ({few}): {_some(by[None])}.")
+    return " ".join(said)
+
+
+def _weakest(name: str, one: Mapping[str, Any]) -> str:
+    """A source, the control whose interval reaches lowest, and how many answers it gave."""
+    bounded = {arm: found for arm, found in one["differences"].items() if found[1] is not None}
+    arm, found = min(bounded.items(), key=lambda pair: float(pair[1][1]))
+    answers = f"{one['answers']} distinct answers to {one['items']} tasks"
+    return f"{name} ({_shown(found)} against {WORDS[arm]}; {answers})"
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
+    known = list(names)
+    return ", ".join(known[:NAMED]) + (f" and {len(known) - NAMED} more" if len(known) > NAMED else "")
+
+
+def _on_average(differences: Table) -> str:
+    """One sentence on whether the policy looks, over all sources."""
+    judged = looks(differences)
+    if judged:
         above = ", ".join(WORDS[arm] for arm in differences)
         return f"The policy looks: the right image scores above {above}; no interval holds 0."
+    if judged is False:
+        failing = [WORDS[arm] for arm, by in differences.items() if by["reward"][1] is not None and not _above(by)]
+        return f"No evidence that the policy looks: the right image is not above {', '.join(failing)}."
     few = [WORDS[arm] for arm, by in differences.items() if by["reward"][1] is None]
     if few:
         return f"Too few items to say whether the policy looks: fewer than {LEAST} for {', '.join(few)}."
-    failing = [WORDS[arm] for arm, by in differences.items() if not _above(by)]
-    if not failing:
-        return "Not all controls could be played."
-    return f"No evidence that the policy looks: the right image is not above {', '.join(failing)}."
+    return "Whether the policy looks is undecided."
 
 
 def _rows(indent: str, rows: Table, only: Sequence[str] = ()) -> list[str]:
@@ -216,6 +304,23 @@ def _rows(indent: str, rows: Table, only: Sequence[str] = ()) -> list[str]:
         f"{indent}{name:<{width}}  " + "  ".join(f"{score} {_shown(by[score])}" for score in only or by if score in by)
         for name, by in rows.items()
     ]
+
+
+JUDGED = {True: "looks", False: "not shown to look", None: "undecided"}
+
+
+def _source_rows(summary: Mapping[str, Any]) -> list[str]:
+    """A line of each source, where there are several: the right image's reward minus each control."""
+    sources = summary.get("by_source") or {}
+    if len(sources) < 2:
+        return []
+    width, lines = max(map(len, sources)), ["the same by source, reward alone:"]
+    for name, one in sources.items():
+        over = "  ".join(f"{arm} {_shown(found)}" for arm, found in one["differences"].items())
+        change = f"  change {_shown(one['change'])}" if one["change"] else ""
+        answers = f"{one['answers']} answers to {one['items']}"
+        lines.append(f"  {name:<{width}}  {JUDGED[one['looks']]:<17}  {over}  {answers}{change}")
+    return lines
 
 
 def _shown(found: Interval) -> str:

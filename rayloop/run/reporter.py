@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rayloop.core.types import TrajectoryId
 from rayloop.grpo.staleness import LengthRatio
 from rayloop.loggers.settings import AnySettings, PrometheusSettings
 from rayloop.loggers.threads import Logger, Loggers
-from rayloop.measure.controls import Item, summarise
+from rayloop.measure.controls import CONTROLS, Item, summarise
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import SHOWN, RolloutRecord, RunFolder
@@ -147,7 +148,9 @@ class Reporter:
     def evaluated(self, step: int, items: Sequence[Item], images: Mapping[str, bytes]) -> None:
         """Held-out answers: kept one by one; their means are an event at once, and part of the step's metrics."""
         self._write("evaluations", lambda: self.folder.evaluations.write(step, items, images))
-        summary = summarise(items, sum(item.reward is None for item in items))
+        controlled = any(item.arm in CONTROLS for item in items)
+        before = self._first_items(step) if controlled else []
+        summary = summarise(items, sum(item.reward is None for item in items), before)
         self._evaluation = metrics(items, summary["arms"])
         reward = self._evaluation.get("val/reward/mean")
         if reward is not None and (self.best is None or reward > self.best["reward"]):
@@ -161,6 +164,14 @@ class Reporter:
             self.event(events.Controls(**summary), step)
         if self.best is not None and self.given_up:
             self.event(events.EarlyStop(len(self.worse), self.best), step)
+
+    def _first_items(self, step: int) -> list[Item]:
+        """The items of the first evaluation on record before ``step``; none without one that can be read."""
+        files = self.folder.evaluations.files()
+        since = min(files, default=step)
+        with suppress(OSError):
+            return read_items(files[since]) if since < step else []
+        return []
 
     @property
     def given_up(self) -> bool:

@@ -20,7 +20,7 @@ import jinja2
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import write_whole
-from rayloop.measure.controls import verdict
+from rayloop.measure.controls import JUDGED, verdict
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.jsonl import SCHEMA_VERSION, encode
 from rayloop.view.charts import charts, drawn, is_constant
@@ -60,7 +60,15 @@ def templates(*others: jinja2.BaseLoader) -> jinja2.Environment:
     """The report's templates behind those of ``others``; they escape every value."""
     environment = jinja2.Environment(loader=jinja2.ChoiceLoader([*others, PAGES]), autoescape=True, trim_blocks=True)
     environment.filters["number"] = lambda value: "–" if value is None else number(float(value))
+    environment.filters["score"] = score
+    environment.filters["verdict"] = verdict
+    environment.globals["JUDGED"] = JUDGED
     return environment
+
+
+def score(value: Any) -> str:
+    """A reward, an advantage or their difference: three decimals, so that those below each other compare."""
+    return f"{value:.3f}" if isinstance(value, int | float) else "–"
 
 
 def content(folder: RunFolder, groups: int) -> Record:
@@ -89,7 +97,7 @@ def content(folder: RunFolder, groups: int) -> Record:
         "held_out": held_out_scores(evaluations),
         "gains": [line for end in by_step(events, "gain").values() for line in gained(end)],
         "controls": controls,
-        "verdict": verdict(controls[-1]["differences"]) if controls else "",
+        "verdict": verdict(controls[-1]) if controls else "",
         "incidents": [event for event in events if event["event"] not in ROUTINE],
         "recorded": len(recorded),
         "compared": [films.group([*map(held_out, pair)], folder.evaluations.path) for pair in pairs],

@@ -15,11 +15,14 @@ import yaml
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from rayloop.config.explain import defaults
 from rayloop.core.failures import RayloopError
 from rayloop.data.images import FORMATS
 from rayloop.judge.api import JudgeVersion
 from rayloop.judge.calibrate import CALIBRATION
 from rayloop.judge.transport import ConnectionSettings, JudgeConnection
+from rayloop.measure.controls import verdict
+from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.view.charts import charts, drawn, is_constant
 from rayloop.view.index import EpisodeIndex
@@ -30,6 +33,8 @@ from rayloop.view.status import state, status
 from rayloop.view.strips import MAX_PIXELS, Films, shrunk
 from rayloop.view.words import describe, gained
 
+URGENT, ALARMS = ("alarm", "failed", "stalled"), 3
+"""Events that the overview shows first, and how many of them."""
 ROWS = 50
 """Rows of a table; the rest is on further pages."""
 STEPS = 24
@@ -74,7 +79,7 @@ class Console:
     def overview(self, asked: Asked) -> Record:
         """How the run does: state, curves, ledger, time, actors, incidents."""
         metrics, events = self.metrics.records(), self.happened.records()
-        found = status(self.folder, time.time(), events)
+        found, controls = status(self.folder, time.time(), events), list(by_step(events, "controls").values())
         return {
             "state": state(found),
             "status": found,
@@ -83,7 +88,9 @@ class Console:
             "ledger": ledger(found["end"], metrics),
             "newest": metrics[: -STEPS - 1 : -1],
             "incidents": [event for event in reversed(events) if event["event"] not in ROUTINE][:10],
+            "alarms": [event for event in reversed(events) if event["event"] in URGENT][:ALARMS],
             "gains": [line for end in by_step(events, "gain").values() for line in gained(end)],
+            "verdict": verdict(controls[-1]) if controls else "",
         }
 
     def curves(self, asked: Asked, most: int | None = None) -> Record:
@@ -146,7 +153,8 @@ class Console:
         return self._film([*map(held_out, found)], self.folder.evaluations.path)
 
     def configuration(self, asked: Asked) -> Record:
-        """The configuration, beside that of ``other``: a run in the same folder, or an earlier attempt of this. Raises Absent."""
+        """The configuration, first what differs from the defaults; or what differs from that of ``other``: a run in the same
+        folder, or an earlier attempt of this. Raises Absent."""
         run, other = self.folder.path, asked.get("other", "")
         others = {path.parent.name: path for path in sorted(run.parent.glob("*/config.yaml")) if path.parent != run}
         others |= {path.name: path for path in sorted(run.glob("config.yaml.*"))}
@@ -154,8 +162,12 @@ class Console:
             raise Absent(f"{other} is neither a run beside this one nor an earlier attempt of it")
         mine = flat(self.folder.configuration)
         theirs = flat(yaml.safe_load(others[other].read_text(encoding="utf-8"))) if other else mine
-        rows = [(key, mine.get(key), theirs.get(key)) for key in sorted(mine.keys() | theirs.keys())]
-        return {"rows": rows, "others": list(others), "other": other}
+        if other:
+            rows = [(key, mine.get(key), theirs.get(key)) for key in sorted(mine.keys() | theirs.keys())]
+            return {"rows": [row for row in rows if row[1] != row[2]], "others": list(others), "other": other}
+        usual = flat(defaults(RunConfig, self.folder.configuration))
+        rows = sorted(((key, value, usual.get(key)) for key, value in mine.items()), key=lambda row: row[1] == row[2])
+        return {"rows": rows, "others": list(others), "other": ""}
 
     def events(self, asked: Asked) -> Record:
         """Events, the newest first: of one ``kind``, or all but the routine of training."""
@@ -249,8 +261,9 @@ def figures(text: str) -> list[tuple[str, str, float | None]]:
 
 
 def said(event: Record) -> str:
-    """What happened, in words."""
-    return describe({key: value for key, value in event.items() if key not in ("schema_version", "time", "step")})
+    """What happened, in words, without the step, which stands beside it."""
+    plain = {key: value for key, value in event.items() if key not in ("schema_version", "time")}
+    return describe(plain).removeprefix(f"[{event.get('step')}] ")
 
 
 def flat(value: Any, path: str = "") -> dict[str, str]:

@@ -103,14 +103,89 @@ def test_a_policy_looks_only_if_every_control_is_worse() -> None:
     assert looks(against_controls(seeing))
     blind_as_good = items(RIGHT, right) + items(SAME, worse) + items(OTHER, worse) + items(BLIND, right)
     assert not looks(against_controls(blind_as_good))
-    assert "not above the best answer without an image." in verdict(against_controls(blind_as_good))
+    assert "not above the best answer without an image." in verdict(summarise(blind_as_good, 0))
     assert not looks(against_controls(items(RIGHT, right) + items(BLIND, worse)))
     few = items(RIGHT, right) + items(SAME, worse[:5]) + items(OTHER, worse)
     assert not looks(against_controls(few))
-    assert verdict(against_controls(few)) == (
-        "Too few items to say whether the policy looks: fewer than 8 for another image of the same source."
+    assert "Too few items to say whether the policy looks: fewer than 8 for another image of the same source." in verdict(
+        summarise(few, 0)
     )
     assert against_controls(items(RIGHT, right) + items(SAME, [None])) == {}
+
+
+SEES, FLAT = 0.6, 0.2
+
+
+def source(name: str, right: list[float], wrong: list[float], texts: list[str] | None = None) -> list[Item]:
+    """Right, swapped and blind answers to the tasks of one source."""
+    made = []
+    for arm, values in ((RIGHT, right), (SAME, wrong), (OTHER, wrong), (BLIND, wrong)):
+        for number, value in enumerate(values):
+            text = texts[number] if texts else f"answer {number}"
+            made.append(Item(arm, f"{name}-{number}", name, reward=value, text=text, images=({"sha256": name},)))
+    return made
+
+
+def spread(mean: float, count: int = 20) -> list[float]:
+    return [mean + 0.01 * (number % 3) for number in range(count)]
+
+
+def test_a_source_on_which_the_policy_does_not_look_is_named_although_the_mean_is_above_all_controls() -> None:
+    sees = [one for name in "abc" for one in source(name, spread(SEES), spread(FLAT))]
+    constant = source("color", spread(FLAT), spread(FLAT), ["the same box"] * 20)
+    summary = summarise([*sees, *constant], 0, [Item(RIGHT, f"color-{n}", "color", reward=0.5) for n in range(20)])
+    assert looks(summary["differences"]), "the mean over sources hides it"
+    assert summary["looks"] is False
+    assert {name: one["looks"] for name, one in summary["by_source"].items()} == {"a": True, "b": True, "c": True, "color": False}
+    about = summary["by_source"]["color"]
+    assert (about["items"], about["answers"], about["commonest"]) == (20, 1, 20)
+    assert about["change"] == pytest.approx((-0.2905, -0.294, -0.287), abs=2e-3)
+    said = verdict(summary)
+    assert "looks on 3 of 4 sources" in said
+    assert "Not shown to look: color (" in said
+    assert "1 distinct answers to 20 tasks" in said
+    assert "Worse than at the first evaluation: color -0.29" in said
+    lines = "\n".join(table(summary))
+    assert "color  not shown to look" in lines
+    assert "a      looks" in lines
+
+
+def test_a_source_of_few_tasks_is_undecided() -> None:
+    summary = summarise(
+        [*source("a", spread(SEES), spread(FLAT)), *source("b", spread(SEES, LEAST - 1), spread(FLAT, LEAST - 1))], 0
+    )
+    assert {name: one["looks"] for name, one in summary["by_source"].items()} == {"a": True, "b": None}
+    assert summary["looks"] is None
+    assert "looks on 1 of 2 sources" in verdict(summary)
+    assert "Undecided (fewer than 8 tasks, or no other image of the source): b." in verdict(summary)
+
+
+def test_many_small_sources_are_judged_on_average_and_that_is_said() -> None:
+    tiny = [one for n in range(6) for one in source(f"kind {n}", spread(SEES, 2), spread(FLAT, 2))]
+    said = verdict(summary := summarise(tiny, 0))
+    assert summary["looks"] is None
+    assert "That is a mean over 6 sources; on which it holds is undecided" in said
+
+
+def test_a_fall_that_may_be_chance_is_told_apart_from_one_that_is_not() -> None:
+    now = [*source("a", [0.5] * 20, [0.0] * 20), *source("b", spread(SEES), spread(FLAT))]
+    before = [Item(RIGHT, f"a-{n}", "a", reward=1.04 * (n % 2)) for n in range(20)]
+    said = verdict(summarise(now, 0, before))
+    assert "Lower than at the first evaluation, which may be chance: a -0.020 [" in said
+    assert "Worse" not in said
+
+
+def test_what_could_not_be_played_is_named_with_its_reason() -> None:
+    one = [item for item in source("dots", spread(SEES), spread(FLAT)) if item.arm in (RIGHT, SAME)]
+    said = verdict(summarise(one, 0))
+    assert said.startswith("The policy looks: the right image scores above another image of the same source")
+    assert "evaluation.blind names none" in said
+    assert "a column data_source names kinds" in said
+
+
+def test_sources_without_images_are_not_asked_whether_they_look() -> None:
+    text = [Item(RIGHT, f"t{n}", "text", reward=1.0) for n in range(20)]
+    assert list(summarise([*source("a", spread(SEES), spread(FLAT)), *text], 0)["by_source"]) == ["a"]
 
 
 def test_answers_without_a_reward_are_left_out_and_counted() -> None:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from fastapi.testclient import TestClient
 
-from rayloop.core import events
+from rayloop.core import events, incidents
 from rayloop.judge.calibrate import CALIBRATION
 from rayloop.run.folder import RunFolder
 from rayloop.serve_apps.console.app import HEADERS, PAGES, web
@@ -119,11 +119,63 @@ def test_pages_show_what_is_on_record(evaluated: RunFolder) -> None:
         episode = said(client.get("/step/1/group/1/sample/0").text)
         assert "task-1 : reward 0, kept , ended: done" in episode
         assert "Controls at step 3" in said(client.get("/evaluations").text)
-        assert "held-out-0 0 0.75 0.75" in said(client.get("/evaluations").text)
+        assert "held-out-0 0.000 0.750 0.750" in said(client.get("/evaluations").text)
         assert 'model.path "some/model"' in said(client.get("/configuration").text)
         assert client.get("/step/9").status_code == client.get("/step/1/group/9").status_code == 404
         assert "group 9 of step 1 is on record (keep_rollouts)" in said(client.get("/step/1/group/9").text)
         assert client.get("/rollouts?start=many").status_code == 400
+
+
+def classes(html: str, tag: str) -> set[str]:
+    return {name for found in re.findall(rf'<{tag}[^>]*class="([^"]*)"', html) for name in found.split()}
+
+
+def test_rows_of_events_carry_no_class_that_a_style_could_hit(folder: RunFolder) -> None:
+    """An event's kind is a word like ``controls`` or ``gain``, which the stylesheet uses for other things."""
+    with served(folder) as client:
+        for path in ("/events", "/step/3", "/"):
+            html = client.get(path).text
+            assert "controls" in html
+            assert classes(html, "tr") == set(), path
+
+
+def test_alarms_come_first(folder: RunFolder) -> None:
+    folder.events.emit(incidents.Alarm("all_right", "nobody learns"), 3)
+    with served(folder) as client:
+        overview = client.get("/").text
+    alarm = '<p class="alarm">[3] ALARM: nobody learns</p>'
+    assert overview.index(alarm) < overview.index("gain 0.400") < overview.index("<svg")
+
+
+def test_an_evaluation_is_told_in_words(folder: RunFolder) -> None:
+    scores = {"val/reward/mean": 0.25, "val/scored": 8.0, "val/unscored": 0.0}
+    folder.events.emit(events.Evaluated(scores), 3)
+    with served(folder) as client:
+        assert "held-out: reward 0.250 over 8 rows" in said(client.get("/events").text)
+
+
+def test_pages_say_on_how_many_sources_the_policy_looks(folder: RunFolder) -> None:
+    with served(folder) as client:
+        for path in ("/", "/evaluations"):
+            text = said(client.get(path).text)
+            assert "The policy looks on 1 of 2 sources" in text, path
+            assert "Not shown to look: color" in text, path
+        assert "color not shown to look 9 1 0.100 [0.100, 0.100] 0.000 [0.000, 0.000]" in text
+
+
+def test_the_configuration_begins_with_what_differs_from_the_defaults(folder: RunFolder) -> None:
+    with served(folder) as client:
+        html = client.get("/configuration").text
+    rows = re.findall(r"<tr( class=\"differs\")?><td>([^<]*)</td>", html)
+    assert {key for marked, key in rows if marked} >= {"model.path", "model.position_tint"}
+    assert [bool(marked) for marked, _ in rows] == sorted((bool(marked) for marked, _ in rows), reverse=True)
+
+
+def test_numbers_of_pages_stand_apart(folder: RunFolder) -> None:
+    for number in range(60):
+        folder.events.emit(incidents.Alarm("all_right", f"alarm {number}"), 3)
+    with served(folder) as client:
+        assert re.search(r"1 to 50 of \d+ next 50", said(client.get("/events").text))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +398,7 @@ def test_the_newest_calibration_is_shown_with_what_rules_decide_otherwise(tmp_pa
     page = said(html)
     assert "Calibration of http://judge:8000 at 1970-01-01 00:00:00" in page
     assert "does not pass accuracy 0.600, at least 0.85 wanted" in page
-    assert "chart 40 0.9 nan 0.1 0 4 0.25 2" in page
+    assert "chart 40 0.900 nan 0.100 0.000 4 0.250 2" in page
     assert "Rules and model differ on 1 of 9 items" in page
     assert "How <b>many</b>? 3 3.0 correct correct incorrect another text" in page
     assert "<b>many" not in html

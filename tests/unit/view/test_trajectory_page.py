@@ -34,6 +34,16 @@ report: {boxes: {use: "rayloop.recipes.arc_vision.boxes:GroundingBoxes"}}
 """
 
 
+ABOVE, LEVEL = [0.4, 0.3, 0.5], [0.0, 0.0, 0.0]
+JUDGED = {
+    name: {
+        "items": 9, "reward": [0.1, 0.1, 0.1], "differences": dict.fromkeys(CONTROLS, found), "looks": found is ABOVE, "answers": 1,
+        "commonest": 9, "change": None,
+    }
+    for name, found in (("color", LEVEL), ("dialog", ABOVE))
+}  # fmt: skip
+
+
 def answer(group: int, sample: int, text: str, reward: float, status: str = "kept") -> RolloutRecord:
     image = {"sha256": "aa" * 32, "width": 60, "height": 40, "file": f"images/{'aa' * 32}.png"}
     return RolloutRecord(
@@ -76,7 +86,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
         run.events.emit(events.Evaluated({**ending, "val_sampled/reward/mean": 0.45}), 3)
         arms = {"right": {"reward": [0.6, 0.5, 0.7]}, "blind": {"reward": [0.2, 0.1, 0.3]}}
         gain = {arm: {"reward": [0.4, 0.3, 0.5]} for arm in CONTROLS}
-        run.events.emit(events.Controls(5, arms, {}, gain, looks=True, unscored=0), 3)
+        run.events.emit(events.Controls(5, arms, {}, gain, looks=False, unscored=0, by_source=JUDGED), 3)
         pair = {"tasks": 12, "before": 0.05, "after": 0.45, "gain": [0.4, 0.3, 0.5]}
         run.events.emit(events.Gain(0, {"sampled": pair}), 3)
         run.events.emit(events.FinishedEvent({"issued": 10, "trained": 8, "filtered[all_wrong]": 2}), 3)
@@ -111,7 +121,9 @@ def test_the_content_is_what_the_run_recorded(folder: RunFolder) -> None:
     assert data["constants"] == [("rollout/turns/mean", 1.0)]
     assert not [chart for chart in data["charts"] if chart["title"].startswith("Turns")], "it says nothing that a line does not"
     assert data["gains"] == ["held-out reward, sampled: 0.050 -> 0.450, gain 0.400 (95 % interval 0.300 to 0.500 over 12 tasks)"]
-    assert data["verdict"].startswith("The policy looks: the right image scores above the best answer without an image")
+    assert data["verdict"].startswith("The policy looks on 1 of 2 sources")
+    assert "Not shown to look: color" in data["verdict"]
+    assert "color not shown to look 9 1 0.100 [0.100, 0.100]" in about
 
 
 def test_the_charts_have_what_was_recorded(folder: RunFolder) -> None:
