@@ -134,7 +134,7 @@ $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
 	.venv-verifiers/bin/python -m pip install -q verifiers -c constraints-adapters.txt
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
-	.venv-openenv/bin/python -m pip install -q openenv-core pillow -c constraints-adapters.txt
+	.venv-openenv/bin/python -m pip install -q openenv pillow -c constraints-adapters.txt
 	test -x .venv-trackio/bin/python || $(PYTHON) -m venv .venv-trackio
 	.venv-trackio/bin/python -m pip install -q trackio pydantic pyyaml -c constraints-adapters.txt
 	test -x .venv-browsergym/bin/python || $(PYTHON) -m venv .venv-browsergym

@@ -1,4 +1,4 @@
-"""A server of the published ``openenv-core`` that counts to three, with a picture. It has an environment of its own.
+"""A server of the published ``openenv`` that counts to three, with a picture. It has an environment of its own.
 
 Arguments: number of sessions, port.
 """

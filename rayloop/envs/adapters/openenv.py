@@ -1,5 +1,5 @@
 """Environments that an OpenEnv server plays, over its WebSocket. The package is ``websockets``, the extra ``openenv``. Uses
-``reset``, ``step`` and ``close`` of openenv-core 0.3; a connection is a session. The result comes from the rewards."""
+``reset``, ``step`` and ``close`` of openenv 0.10; a connection is a session. The result comes from the rewards."""
 
 import base64
 import binascii
@@ -111,7 +111,7 @@ class OpenEnv(RewardedSteps):
             if code == "CAPACITY_REACHED":
                 message += ". Raise the server's max_concurrent_envs, or lower environment.actors"
             if op == "step" and code == "VALIDATION_ERROR":
-                return {}, str(message)
+                return {}, _why(said)
             raise EnvironmentFailed(f"OpenEnv, {op}: {code}: {message}")
         if kind != "observation" or not isinstance(said, dict):
             raise EnvironmentFailed(f"OpenEnv answered {op} with {kind!r}, which is no observation", bug=True)
@@ -128,6 +128,16 @@ class OpenEnv(RewardedSteps):
             rest = {name: value for name, value in observed.items() if name not in (key, f"{key}_shape", "metadata")}
             parts.append(json.dumps(rest))
         return self._shown(*parts)
+
+
+def _why(said: Mapping[str, Any]) -> str:
+    """Why the server refuses an action: its message, and each field of the action with what is wrong with it."""
+    errors = said.get("errors")
+    if not isinstance(errors, list):
+        return str(said.get("message", ""))
+    fields = [error for error in errors if isinstance(error, dict)]
+    faults = [f"{'.'.join(map(str, error.get('loc', ())))}: {error.get('msg', '')}" for error in fields]
+    return "; ".join([str(said.get("message", "")), *faults])
 
 
 def json_action(text: str) -> dict[str, Any]:
