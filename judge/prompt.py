@@ -1,7 +1,6 @@
 """What the model is asked, and how its reply is read. The prompt has instructions and examples first (a shared prefix), then the
 item, with the candidate fenced as data. A reply is one JSON object of the rubric's form, or no verdict; no part of it counts."""
 
-import base64
 import json
 import re
 import secrets
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rayloop.core.failures import InfrastructureFailure
+from rayloop.data.images import data_url, portable
 from rayloop.judge.api import JudgeItem, VerdictKind
 from rayloop.judge.rubric import CANARY_IMAGE, Example, Rubric, canary_image
 
@@ -96,13 +96,12 @@ def _reply(example: Example) -> str:
 
 
 def _image(path: str) -> Mapping[str, Any]:
-    """The image as a ``data:`` URL."""
+    """The image as a ``data:`` URL, with the pixels that the policy was shown."""
     try:
         data = canary_image() if path == CANARY_IMAGE else Path(path).read_bytes()
-    except OSError as error:
-        raise InfrastructureFailure(f"{path}: the image cannot be read: {error.strerror}") from error
-    kind = IMAGES[Path(path).suffix.lower()]
-    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(data).decode()}"}}
+        return {"type": "image_url", "image_url": {"url": data_url(portable(data))}}
+    except (OSError, ValueError, SyntaxError) as error:
+        raise InfrastructureFailure(f"{path}: the image cannot be read: {error}") from error
 
 
 REPLY_VERSION = 1

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from rayloop.core.failures import DataFailure, ImageRefused, InfrastructureFailure
 from rayloop.core.model_families import family
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, ImageSource, PromptImage
+from rayloop.sandbox.pictures import rgb
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _OTHERS = {start: f"it is a {name}; convert it" for start, name in
@@ -26,6 +27,9 @@ _OTHERS = {start: f"it is a {name}; convert it" for start, name in
 """What other files begin with -> what is said of them; PIL would name the buffer they are read from."""
 MAX_ASPECT = 200
 """Qwen2-VL's processor refuses images with a side longer than this many times the other."""
+
+ORIENTATION = 0x0112
+"""The EXIF tag that says how an image is turned; 1: not at all."""
 
 MAX_PIXELS = 50_000_000
 """Of an image before it is resized: a larger one, 150 MB of pixels alone, is refused before it is decoded (image bombs)."""
@@ -131,9 +135,15 @@ def read(source: ImageSource) -> bytes:
 def decode(data: bytes) -> Image.Image:
     """The image as RGB, EXIF orientation applied: the one way from bytes to pixels for prompt, engine and trainer."""
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        ImageOps.exif_transpose(image, in_place=True)
-        image.load()
-        return image if image.mode == "RGB" else image.convert("RGB")
+        shown: Image.Image = rgb(image)
+        return shown
+
+
+def portable(data: bytes) -> bytes:
+    """The image for a program that decodes it itself: the bytes, or a PNG where decoders disagree (16 bits, transparency, EXIF)."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        alike = image.mode in ("RGB", "L") and not image.has_transparency_data and image.getexif().get(ORIENTATION, 1) == 1
+    return data if alike else png(decode(data))
 
 
 def tinted(data: bytes, strength: float) -> bytes:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayloop.sandbox import frames
+from rayloop.sandbox.pictures import rgb
 
 MOST_TEXT, MOST_ERROR, MOST_DROPPED = 20_000, 4_000, 10_000
 _, MOST_IMAGES, MOST_BYTES = frames.MOST_ANSWERED
@@ -83,8 +84,8 @@ class Video:
         index %= self._length
         if self._animated:
             self._animated.seek(index)
-        shown = self._animated or self._open(index)
-        return importlib.import_module("numpy").asarray(shown.convert("RGB")).view(_frame_type())
+        shown = self._animated.copy() if self._animated else self._open(index)
+        return importlib.import_module("numpy").asarray(rgb(shown)).view(_frame_type())
 
     def get_batch(self, indices: Sequence[int]) -> Any:
         """Several frames, [n, height, width, 3]."""
@@ -126,10 +127,9 @@ class Cells:
         return {"run": self._run, "images": self._images, "video": self._video}[asked["op"]](asked, blobs), self._figures
 
     def _images(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:
-        """Each blob is an encoded image: a name in the code's space."""
+        """Each blob is an encoded image: a name in the code's space, with the pixels that the policy is shown."""
         for name, blob in zip(asked["names"], blobs, strict=True):
-            image = importlib.import_module("PIL.Image").open(io.BytesIO(blob))
-            self._space[name] = importlib.import_module("PIL.ImageOps").exif_transpose(image)  # loads it too
+            self._space[name] = rgb(importlib.import_module("PIL.Image").open(io.BytesIO(blob)))
         return {}
 
     def _video(self, asked: dict[str, Any], blobs: list[bytes]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import httpx
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
 from rayloop.data.dataset import image_entry
-from rayloop.data.images import data_url, read
+from rayloop.data.images import data_url, portable, read
 from rayloop.data.rows import rows
 from rayloop.recipes.chart_rvr.data import TYPES
 from rayloop.recipes.chart_rvr.rewards.embedders import openai_client
@@ -132,7 +132,7 @@ class Teacher:
     def answer(self, image: bytes, question: str, label: str) -> str:
         """The teacher's text. Raises DataFailure when it refuses the request, InfrastructureFailure when it cannot be had."""
         said = [
-            {"type": "image_url", "image_url": {"url": data_url(image)}},
+            {"type": "image_url", "image_url": {"url": data_url(portable(image))}},
             {"type": "text", "text": f"Question: {question}\nAnswer: {label}"},
         ]
         messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": said}]

@@ -34,7 +34,7 @@ class VisualToolBoxV2:
         """Show the task's messages. Raises DataFailure for a task without an image."""
         if not task.images:
             raise DataFailure(task.id, "DeepEyes' tools look at the first image, and the task has none")
-        self._image = decode(read(task.images[0])).convert("RGB")
+        self._image = decode(read(task.images[0]))
         return Observation(task.messages)
 
     def step(self, turn: str) -> StepResult:

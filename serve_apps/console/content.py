@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayloop.config.explain import defaults
 from rayloop.core.failures import RayloopError
-from rayloop.data.images import FORMATS
+from rayloop.data.images import FORMATS, ORIENTATION
 from rayloop.judge.api import JudgeVersion
 from rayloop.judge.calibrate import CALIBRATION
 from rayloop.judge.transport import ConnectionSettings, JudgeConnection
@@ -279,5 +279,5 @@ def _look(path: Path) -> tuple[int, int, str]:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise ValueError(f"{width}x{height} pixels, the limit is {MAX_PIXELS}")
-        turned = image.getexif().get(0x0112, 1) >= 5
+        turned = image.getexif().get(ORIENTATION, 1) >= 5
         return *((height, width) if turned else (width, height)), image.get_format_mimetype() or ""

@@ -234,13 +234,6 @@ def test_an_image_that_the_interpreter_cannot_read_is_the_datas_failure(
         make(**settings)
 
 
-def test_an_image_that_cannot_be_made_rgb_is_the_datas_failure_with_its_error(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = "def fails(*mode): raise MemoryError('no room')\nImage.Image.convert = fails\n"
-    monkeypatch.setattr("rayloop.envs.interpreter.text.PRELUDE", "from PIL import Image\n" + fails)
-    with pytest.raises(DataFailure, match=r"cannot read them: not as RGB: MemoryError: no room"):
-        make(**PUBLISHED)
-
-
 def test_a_python_without_the_published_modules_is_the_environments_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayloop.envs.interpreter.text.PRELUDE", "import no_such_module\n")
     with pytest.raises(EnvironmentFailed, match=r"lacks what the published prelude imports(.|\n)*no_such_module"):

@@ -27,6 +27,7 @@ from rayloop.data.images import FORMATS, probe
 from rayloop.data.images import read as read_image
 from rayloop.data.published.films import FRAMES_PER_SECOND, taken_apart
 from rayloop.data.published.source import ColumnMap, NewSplit, entries, folder, fractions, mapped, present
+from rayloop.sandbox.pictures import rgb
 
 SHOWN = 5
 """Reasons for rows left out that are named; the others are counted."""
@@ -370,7 +371,7 @@ def _plain(data: bytes, where: str) -> bytes:
             if image.format in FORMATS:
                 return data
             file = io.BytesIO()
-            image.convert("RGB").save(file, "PNG")
+            rgb(image).save(file, "PNG")
             return file.getvalue()
     except (OSError, ValueError, SyntaxError) as error:
         raise DataFailure(where, f"no readable image: {error}") from error

@@ -2,8 +2,6 @@
 ids with log-probs and loads the synced weights. Samples of other weights are off-policy from the second step on."""
 
 import asyncio
-import base64
-import io
 import math
 import os
 import shutil
@@ -14,13 +12,13 @@ from typing import Any
 from zlib import crc32
 
 import httpx
-from PIL import Image
 from torch import Tensor
 
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import ConfigError, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.data.images import data_url, portable
 from rayloop.engines.generation.openai_requests import client, request
 from rayloop.engines.models import save_model
 from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
@@ -192,7 +190,4 @@ def _filled(value: Any, folder: str) -> Any:
 
 
 def _data_url(image: PromptImage) -> str:
-    data = image.data if image.data is not None else Path(image.ref.path or "").read_bytes()
-    with Image.open(io.BytesIO(data)) as opened:
-        kind = Image.MIME[opened.format or "PNG"]
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return data_url(portable(image.data if image.data is not None else Path(image.ref.path or "").read_bytes()))
