@@ -234,10 +234,10 @@ class PolicyRank(Actor):
         """Gather the weights; rank 0 writes them as a model folder, which appears when it is whole."""
         tensors = self.engine.export(version)
         if self.rank == 0:
-            from rayloop.engines.models import save_model
+            from rayloop.engines.models.saving import save_model
 
             model, aside = self.settings.model, Path(f"{folder}.tmp")
-            save_model(resolve(model.path, model.revision).folder, aside, tensors)
+            save_model(resolve(model.path, model.revision).folder, aside, tensors, limits=model)
             aside.rename(folder)
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -215,13 +215,13 @@ class Rank:
 
     def _write_model(self, folder: Path) -> None:
         """Write the present weights as a model folder."""
-        from rayloop.engines.models import save_model
+        from rayloop.engines.models.saving import save_model
         from rayloop.transports.manifest import DTYPES
 
         dtype, tensors = DTYPES[self.config.dtype], self.engine.export(START)
         if self.rank == 0:
             source = resolve(self.config.model.path, self.config.model.revision).folder
-            save_model(source, folder, {name: t.to(dtype) for name, t in tensors.items()})
+            save_model(source, folder, {name: t.to(dtype) for name, t in tensors.items()}, limits=self.config.model)
 
     def _checkpoint(self, report: dict[str, float]) -> None:
         with tempfile.TemporaryDirectory() as folder:

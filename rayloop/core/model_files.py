@@ -21,6 +21,8 @@ HUB_NAME, COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"[0-9a-f]{40}")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 """The files of peft's adapters, which are no model."""
 TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetensors"
+WHOLE_MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file of all weights, or the one that says which file holds which."""
 
 
 def hashed(files: Iterable[Path]) -> str:
@@ -41,6 +43,26 @@ def hashed(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> sizes of the tensors of a safetensors file, from its JSON header, whose length its first 8 bytes hold. Raises
+    ConfigError for another file."""
+    try:
+        with open(file, "rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            found = json.loads(content.read(min(length, file.stat().st_size)))
+    except ValueError as error:
+        raise ConfigError(f"model.path: {file} is no safetensors file; is it a pointer of git-lfs (git lfs pull)?") from error
+    return {name: tuple(tensor["shape"]) for name, tensor in found.items() if name != "__metadata__"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor of a model is, and its sizes."""
+
+    file: Path
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Resolved:
     """Where a model's files are on this machine. ``commit``: of a model of the Hub; None: ``folder`` is what the path names."""
@@ -55,9 +77,42 @@ class Resolved:
     @property
     def weights(self) -> list[Path]:
         """The files of weights: those that the index names, else model.safetensors, else any; repositories may hold two sets."""
-        whole = self.folder / "model.safetensors"
+        whole = self.folder / WHOLE_MODEL
         found = self._named() or ([whole] if whole.is_file() else self.folder.glob(WEIGHTS))
         return sorted(file for file in found if file.is_file())
+
+    def stored(self) -> dict[str, Stored]:
+        """The model's tensors by name: those that the index names, or of ``model.safetensors``, or of every file; what else lies
+        in the folder is not the model's. Empty without safetensors. Raises ConfigError for a tensor that is missing, or in two of
+        the files."""
+        places = self._index()
+        found: dict[str, Stored] = {}
+        for file in self.weights:
+            for name, shape in header(file).items():
+                if places and name not in places:
+                    continue
+                if name in found:
+                    raise ConfigError(f"{self.folder}: {name} is in {found[name].file.name} and in {file.name}; remove one of them")
+                found[name] = Stored(file, shape)
+        missing = sorted(places.keys() - found.keys())
+        if missing:
+            where = f"{places[missing[0]].name}, as {INDEX} says"
+            raise ConfigError(f"{self.folder} lacks {len(missing)} tensors of the model, first {missing[0]} in {where}")
+        return found
+
+    def refuse_two_models(self) -> None:
+        """Raises ConfigError for a folder of which programs load different weights."""
+        whole, named = self.folder / WHOLE_MODEL, self._named()
+        if named and whole.is_file() and whole not in named:
+            raise ConfigError(
+                f"{self.folder} holds two models, {WHOLE_MODEL} and the files that {INDEX} names, and programs differ in which "
+                "they load. Remove what is left over"
+            )
+        if (self.folder / ADAPTERS[0]).is_file() and (self.folder / "config.json").is_file():
+            raise ConfigError(
+                f"{self.folder} holds a model and peft's {ADAPTERS[0]}, which transformers would put on top. Keep adapters in "
+                f"a folder without a model, and merge them: python -m rayloop export ADAPTERS OUT"
+            )
 
     @property
     def whole(self) -> bool:
@@ -66,10 +121,18 @@ class Resolved:
 
     def _named(self) -> set[Path]:
         """The files that the index names; empty: there is no index."""
-        index = self.folder / "model.safetensors.index.json"
+        return {*self._index().values()}
+
+    def _index(self) -> dict[str, Path]:
+        """The file of each tensor, as the index says; empty: there is no index. Raises ConfigError."""
+        index = self.folder / INDEX
         if not index.is_file():
-            return set()
-        return {self.folder / file for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+            return {}
+        try:
+            places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: self.folder / file for name, file in places.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is no index of weights ({type(error).__name__}: {error}). Download it again") from error
 
 
 def are_adapters(folder: Path) -> bool:

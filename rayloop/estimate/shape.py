@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError
@@ -84,7 +83,7 @@ def read_shape(model: str, revision: str | None = None, key: str = "model.path")
         raise ConfigError(f"{key}: {model} has no config.json")
     config = json.loads((found.folder / "config.json").read_text(encoding="utf-8"))
     if found.whole:
-        return _shape({name: size for file in found.weights for name, size in _header(file).items()}, config)
+        return _shape({name: tensor.shape for name, tensor in found.stored().items()}, config)
     if found.commit is None:
         raise ConfigError(f"{key}: {model} has no *.safetensors, or lacks some that its index names")
     try:
@@ -101,14 +100,3 @@ def read_shape(model: str, revision: str | None = None, key: str = "model.path")
 
 def _shape(tensors: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Shape:
     return Shape(tensors, config.get("text_config") or config, config.get("vision_config") or {})
-
-
-def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> sizes, from the JSON header of a safetensors file, whose length its first 8 bytes hold. Raises ConfigError."""
-    try:
-        with open(file, "rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            header = json.loads(content.read(min(length, file.stat().st_size)))
-    except ValueError as error:
-        raise ConfigError(f"model.path: {file} is no safetensors file; is it a pointer of git-lfs (git lfs pull)?") from error
-    return {name: tuple(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}

@@ -2,12 +2,14 @@
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
-from rayloop.core.model_files import ADAPTERS, are_adapters, hashed, resolve
+from rayloop.core.model_files import ADAPTERS, Resolved, Stored, are_adapters, hashed, resolve
 from rayloop.core.types import Version
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore, complete
 from rayloop.run.config import RunConfig
@@ -55,7 +57,7 @@ def recorded(file: Path) -> RunConfig:
 
 def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     """Load the trainer's state into an engine like the run's, on one rank, and write its weights."""
-    from rayloop.engines.models import save_model
+    from rayloop.engines.models.saving import save_model
     from rayloop.engines.training.fsdp import FsdpEngine
 
     config = recorded(checkpoint.folder.parents[1] / "config.yaml")
@@ -66,7 +68,7 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
         )  # fmt: skip
         engine.load(checkpoint.trainer, checkpoint.sums)
         source = resolve(config.model.path, config.model.revision).folder
-        save_model(source, out, engine.export(Version(checkpoint.lineage, checkpoint.step)), dtype)
+        save_model(source, out, engine.export(Version(checkpoint.lineage, checkpoint.step)), dtype, limits=config.model)
         engine.close()
     if tint := config.model.position_tint:
         print(
@@ -76,46 +78,34 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
 
 
 def _copy(source: Path, out: Path, dtype: str) -> None:
-    """The model folder ``source`` with its weights in another type."""
-    from safetensors.torch import load_file
+    """The model folder ``source`` with its weights in another type. Raises ConfigError for one that lacks some."""
+    from rayloop.engines.models.saving import save_model
 
-    from rayloop.engines.models import save_model
-
-    weights = sorted(source.glob("*.safetensors"))
-    if not weights:
+    Resolved(source).refuse_two_models()
+    stored = Resolved(source).stored()
+    if not stored:
         raise ConfigError(f"{source} has no safetensors weights")
-    save_model(str(source), out, {name: t for file in weights for name, t in load_file(file).items()}, dtype)
+    save_model(source, out, _read(stored), dtype)
+
+
+def _read(stored: Mapping[str, Stored]) -> dict[str, Any]:
+    """The tensors, each from its file."""
+    from safetensors import safe_open
+
+    tensors: dict[str, Any] = {}
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with safe_open(file, "pt") as content:
+            tensors |= {name: content.get_tensor(name) for name, tensor in stored.items() if tensor.file == file}
+    return tensors
 
 
 def _merge(source: Path, out: Path, dtype: str) -> None:
     """Write the base model of peft's adapters with them merged in. Raises ConfigError for adapters that do not fit their base."""
-    from peft import PeftConfig, PeftModel
+    from rayloop.engines.adapters import merge_adapters
+    from rayloop.engines.models.saving import save_model
 
-    from rayloop.engines.models import hf_state, load_model, save_model
-    from rayloop.engines.settings import ModelSettings
-
-    if not (source / ADAPTERS[1]).is_file():
-        raise ConfigError(f"{source} has no {ADAPTERS[1]}. Save the adapters again with peft's save_pretrained")
-    try:
-        settings = PeftConfig.from_pretrained(str(source))
-        base = str(settings.base_model_name_or_path)
-        model = ModelSettings(path=base, revision=None if Path(base).is_dir() else settings.revision).here(weights=True)
-        loaded = load_model(model)
-    except (ConfigError, ValueError, TypeError) as error:
-        raise ConfigError(f"{source / ADAPTERS[0]}: base_model_name_or_path cannot be loaded: {error}") from error
-    try:
-        adapted = PeftModel(loaded, settings)
-        result = adapted.load_adapter(str(source), "default")
-        wrong = sorted((*result.missing_keys, *result.unexpected_keys))
-        merged = None if wrong else adapted.merge_and_unload(safe_merge=True)
-    except (RuntimeError, ValueError, AttributeError, KeyError) as error:
-        raise ConfigError(f"the adapters in {source} do not fit {base}, or are of a kind that is not merged: {error}") from error
-    if wrong:
-        raise ConfigError(
-            f"the adapters in {source} do not fit {base}: {len(wrong)} tensors are missing or unknown, first {wrong[0]}. Name "
-            f"their base in {ADAPTERS[0]}"
-        )
-    save_model(model.path, out, hf_state(merged), dtype)
+    merged = merge_adapters(source)
+    save_model(merged.base, out, merged.tensors, dtype, config=merged.config)
 
 
 def model_of(source: Path, kept: Path) -> Path:

@@ -30,7 +30,7 @@ from rayloop.cluster.supervision.pool import Pool
 from rayloop.core.failures import DataFailure, LogprobMismatch, WeightSyncError
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
-from rayloop.engines.models import save_model
+from rayloop.engines.models.saving import save_model
 from rayloop.engines.training import collator
 from rayloop.rollout.manager import RolloutManager
 from rayloop.rollout.time_sharing import TimeSharing

@@ -27,7 +27,8 @@ from rayloop.actors.rollout import RolloutActor
 from rayloop.config.settings import Component, check_components
 from rayloop.core.failures import DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import Completion, FinishReason, Sampling, TokenIds, TokenPrompt, Version
-from rayloop.engines.models import hf_state, load_model, save_model
+from rayloop.engines.models import hf_state, load_model
+from rayloop.engines.models.saving import save_model
 from rayloop.engines.settings import EnginePlace, ModelSettings, OwnEngine, build_engine
 from rayloop.run.config import RolloutSettings, RunConfig
 from rayloop.transports.manifest import manifest

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayloop.chat.rendering import Renderer
 from rayloop.core.model_families import FAMILIES
@@ -29,8 +32,10 @@ from rayloop.core.types import (
     Turn,
     Version,
 )
+from rayloop.data.images import image_geometry
 from rayloop.engines.generation.transformers import TransformersEngine
-from rayloop.engines.models import hf_state, load_model, load_vision, save_model
+from rayloop.engines.models import hf_state, load_model, load_vision
+from rayloop.engines.models.saving import save_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.transports.manifest import manifest
@@ -137,6 +142,33 @@ def test_a_family_is_trained_as_it_samples_and_exported_as_it_is_loaded(folder: 
             torch.testing.assert_close(plain(tmp_path / "out", one), torch.from_numpy(found), rtol=0, atol=within)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(("least", "most"), [(784, 20_000), (50_000, 60_000)])
+def test_an_exported_folder_shows_pictures_at_the_sizes_of_the_run(folder: Path, least: int, most: int, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(folder)
+    if "vision_config" not in config.sub_configs:
+        pytest.skip("a model of texts")
+    run = ModelSettings(path=str(folder), min_pixels=least, max_pixels=most)
+    older = json.loads((folder / "preprocessor_config.json").read_text(encoding="utf-8"))
+    source = shutil.copytree(folder, tmp_path / "source")  # as Hub folders are: the numbers in both places, and nested
+    other = {**older, "min_pixels": 3136, "max_pixels": 12_845_056}
+    (source / "preprocessor_config.json").write_text(json.dumps(other), encoding="utf-8")
+    (source / "processor_config.json").write_text(json.dumps({"image_processor": other}), encoding="utf-8")
+    save_model(source, tmp_path / "out", load_file(folder / "model.safetensors"), limits=run)
+    files = sorted((tmp_path / "out").glob("*processor_config.json"))
+    assert len(files) == 2
+    geometry = image_geometry(config.to_dict(), least, most)
+    for file in files:
+        alone = shutil.copytree(tmp_path / "out", tmp_path / file.stem)
+        next(alone / one.name for one in files if one != file).unlink()
+        processor = AutoImageProcessor.from_pretrained(alone, use_fast=False)
+        for width, height in ((40, 40), (300, 200), (640, 90), (1000, 1000)):
+            made = processor(images=[Image.new("RGB", (width, height))], return_tensors="pt")
+            if "image_grid_thw" in made:
+                assert tuple(made["image_grid_thw"][0].tolist()) == geometry.grid(height, width), file.name
+            else:
+                assert made["pixel_values"].shape[0] == geometry.grid(height, width)[0], file.name
 
 
 def test_names_are_those_of_the_checkpoint_also_without_weights(folder: Path) -> None:

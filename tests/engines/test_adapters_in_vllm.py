@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rayloop.core.failures import WeightSyncError, WorkerLost
 from rayloop.core.types import Version
-from rayloop.engines.models import save_model
+from rayloop.engines.models.saving import save_model
 from rayloop.engines.settings import EnginePlace, FsdpSettings, LoraSettings, ModelSettings, VllmEngineSettings
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.engines.training_settings import ADAPTERS

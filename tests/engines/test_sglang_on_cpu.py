@@ -19,7 +19,8 @@ from torch import Tensor
 from rayloop.core.failures import BroadcastFailed, WeightSyncError, WorkerLost
 from rayloop.core.protocols import Manifest
 from rayloop.core.types import Completion, Version
-from rayloop.engines.models import hf_state, load_model, save_model
+from rayloop.engines.models import hf_state, load_model
+from rayloop.engines.models.saving import save_model
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports import manifest
 from rayloop.transports.collective import BroadcastReceiver, BroadcastSender

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from rayloop.core.types import Version
-from rayloop.engines.models import save_model
+from rayloop.engines.models.saving import save_model
 from rayloop.engines.training.fsdp import FsdpEngine
 from rayloop.engines.training_settings import ADAPTERS
 from rayloop.transports.settings import CollectiveTransport

@@ -20,7 +20,7 @@ from rayloop.core.protocols import EngineHealth, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.data.images import data_url, portable
 from rayloop.engines.generation.openai_requests import client, request
-from rayloop.engines.models import save_model
+from rayloop.engines.models.saving import save_model
 from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
 from rayloop.transports.manifest import verify
 
@@ -98,7 +98,7 @@ class OpenAiHttpEngine:
         verify(manifest, tensors)
         for old in self._folder.glob("weights-*"):
             shutil.rmtree(old)
-        save_model(self._model.path, target, tensors)
+        save_model(self._model.path, target, tensors, limits=self._model)
 
     async def _tokens(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
         if prompt.images:

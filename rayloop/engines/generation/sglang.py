@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig
 
 from rayloop.core.failures import BroadcastFailed, ConfigError, DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.model_families import family
+from rayloop.core.model_files import Resolved
 from rayloop.core.protocols import EngineHealth, Level, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.entering import Entering
@@ -182,10 +182,7 @@ class SglangEngine:
 
 def names(folder: Path, tied: bool) -> frozenset[str]:
     """Returns the tensors of a model folder that every weight sync must have: no ``tied`` head, no computed buffers."""
-    found: set[str] = set()
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as tensors:
-            found.update(tensors.keys())
+    found = Resolved(folder).stored()
     return frozenset(n for n in found if not n.endswith("inv_freq") and not (tied and n.startswith("lm_head.")))
 
 

@@ -2,8 +2,6 @@
 takes images is said of its family (rayloop/core/model_families.py)."""
 
 import hashlib
-import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 import transformers
 from PIL import Image, UnidentifiedImageError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -24,13 +21,15 @@ from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError
 from rayloop.core.model_families import family, unsupported
+from rayloop.core.model_files import Resolved
 from rayloop.core.protocols import Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, PromptImage, TokenPrompt
 from rayloop.data.images import decode, image_geometry
 from rayloop.engines.attention import packs_images, use_packed_vision
 from rayloop.engines.settings import ModelSettings
-from rayloop.transports.manifest import DTYPES, verify
+from rayloop.transports.manifest import DTYPES as DTYPES
+from rayloop.transports.manifest import verify
 
 FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 """How the names end of the tensors that hold all experts of a layer: [experts, out, in]."""
@@ -47,6 +46,10 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
     weights, and for an unsupported vision model."""
     disable_progress_bar()
     settings = settings.here(weights=weights)
+    folder = Resolved(Path(settings.path))
+    folder.refuse_two_models()
+    if weights:
+        folder.stored()  # raises for tensors that are missing, with their file
     try:
         config = AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
         vision = has_vision(config)
@@ -114,16 +117,20 @@ def image_limits(settings: ModelSettings, config: PreTrainedConfig) -> dict[str,
     return {"size": {"shortest_edge": known.frames * settings.min_pixels, "longest_edge": known.frames * settings.max_pixels}}
 
 
+def in_both_spellings(limits: Mapping[str, Any]) -> dict[str, Any]:
+    """``image_limits`` for a folder that may also have the two numbers outside ``size``, as those of Qwen-VL, which then count."""
+    size = limits.get("size")
+    return {**limits, **({"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]} if size else {})}
+
+
 class Vision:
     """Turns encoded images into the model's patches, alike in engine and trainer. Decoded images are cached by content."""
 
     def __init__(self, settings: ModelSettings, config: PreTrainedConfig) -> None:
         settings = settings.here(weights=False)
         processor, limits = getattr(transformers, family(config.model_type).processor), image_limits(settings, config)
-        if size := limits.get("size"):  # Qwen-VL's folders may have the two numbers outside it, which take precedence
-            limits |= {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
         try:
-            self._processor = processor.from_pretrained(settings.path, **limits)
+            self._processor = processor.from_pretrained(settings.path, **in_both_spellings(limits))
         except (OSError, ValueError) as error:
             raise ConfigError(f"model.path {settings.path}: no usable preprocessor_config.json: {error}") from error
         self._geometry = image_geometry(config.to_dict(), settings.min_pixels, settings.max_pixels)
@@ -288,22 +295,6 @@ def _part(name: str) -> str:
     if "embed_tokens" in name:
         return "embedding"
     return "head" if name.startswith("lm_head") else "language"
-
-
-def save_model(source: str | Path, target: Path, tensors: Mapping[str, Tensor], dtype: str | None = None) -> None:
-    """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder ``source``. ``dtype``: float32 or
-    bfloat16, None: the tensors' own, which is one."""
-    target.mkdir(parents=True, exist_ok=True)
-    if dtype is not None:
-        tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
-    for file in Path(source).iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and not file.name.endswith(".safetensors.index.json"):
-            shutil.copyfile(file, target / file.name)
-    (kept,) = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    (target / "config.json").write_text(json.dumps({**config, "dtype": kept}, indent=2) + "\n", encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors", {"format": "pt"})
-    shutil.copymode(target / "config.json", target / "model.safetensors")  # as the umask says; safetensors makes files private
 
 
 def collapsed(prompt: TokenPrompt, image_token: int | None, *, around: bool = False) -> list[int]:
