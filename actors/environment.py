@@ -20,6 +20,7 @@ from rayloop.core.deadlines import bounded
 from rayloop.core.failures import (
     Cause,
     DataFailure,
+    Diverged,
     EnvironmentFailed,
     EnvironmentHung,
     Failure,
@@ -119,6 +120,8 @@ def classify(raised: BaseException) -> Failure:
         case DataFailure():  # an engine's comes wrapped
             scope = Scope.EPISODE if error is raised else Scope.ENGINE
             return Failure(Cause.BAD_DATA, scope, retryable=True, why=error.reason, path=error.path)
+        case Diverged():
+            return Failure(Cause.DIVERGED, Scope.ENGINE, retryable=False, why=str(error))
         case OverLongPrompt():
             return Failure(Cause.OVER_LONG, Scope.ENGINE, retryable=False, why=f"{error} (environment.episode.max_prompt_tokens)")
         case EnvironmentHung():

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import math
 import tempfile
 from collections.abc import Sequence
 from typing import Any, cast
@@ -13,6 +14,7 @@ from rayloop.actors.base import Actor
 from rayloop.actors.failures import as_value
 from rayloop.actors.images import ImageCache, MissingImages
 from rayloop.config.model import Dtype
+from rayloop.core.failures import Diverged
 from rayloop.core.protocols import EngineHealth, GenerationEngine, Level, Manifest, ProfiledEngine, SleepingEngine
 from rayloop.core.types import Completion, Sampling, TokenPrompt, Version
 from rayloop.engines.settings import EngineChoice, EnginePlace, ModelSettings, build_engine
@@ -44,6 +46,7 @@ class RolloutActor(Actor):
         self.images = ImageCache()
         self.receiver = choose(transport, folder).receiver()
         self._level: Level = "level1"
+        self._without_logprobs = bool(settings.untrainable())
 
     def health(self) -> EngineHealth:
         """The load of the engine. Raises the error that ended it."""
@@ -52,7 +55,7 @@ class RolloutActor(Actor):
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion | MissingImages:
         """Sample one turn, or return the images that are missing. Raises what the engine raises."""
         async with self.images.whole(prompt) as whole:
-            return whole if isinstance(whole, MissingImages) else await self.engine.generate(whole, sampling)
+            return whole if isinstance(whole, MissingImages) else await self._turn(whole, sampling)
 
     async def generate_each(
         self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling
@@ -61,9 +64,21 @@ class RolloutActor(Actor):
         async with self.images.whole(prompt) as whole:
             if isinstance(whole, MissingImages):
                 return whole
-            asked = (self.engine.generate(dataclasses.replace(whole, seed=seed), sampling) for seed in seeds)
+            asked = (self._turn(dataclasses.replace(whole, seed=seed), sampling) for seed in seeds)
             answers = await asyncio.gather(*asked, return_exceptions=True)
             return [answer if isinstance(answer, Completion) else as_value(answer) for answer in answers]
+
+    async def _turn(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
+        """Raises Diverged for log-probs that are not finite: another engine with the same weights would have the same."""
+        done = await self.engine.generate(prompt, sampling)
+        wrong = 0 if self._without_logprobs else sum(not math.isfinite(one) for one in done.logprobs)
+        if wrong:
+            raise Diverged(
+                f"the engine's log-probs are not finite for {wrong} of {len(done.logprobs)} sampled tokens, with the weights of "
+                f"version {done.version}: NaN in the logits. The weights or their activations are out of range: lower "
+                "policy.optimizer.lr, or look at model.path and rollout.engine.dtype"
+            )
+        return done
 
     async def leave(self, cohort: str) -> None:
         """One episode of a cohort has ended."""

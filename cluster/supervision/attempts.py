@@ -12,7 +12,7 @@ from rayloop.cluster.supervision.calls import Attempted, Avoid, Played, Pools, R
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.core import incidents
 from rayloop.core.events import Emit
-from rayloop.core.failures import Cause, Failure, Scope
+from rayloop.core.failures import Cause, Diverged, Failure, Scope
 from rayloop.core.groups import Group, Member, Scored, Unscored
 from rayloop.core.types import EndReason, RolloutRequest, Summary, Task, TrajectoryId, Version, derive
 from rayloop.measure.controls import RIGHT, Item
@@ -161,7 +161,9 @@ class EpisodeRunner:
 
     def _decide(self, episode: _Episode, failure: Failure, answer: Attempted, shared: bool, report: BadData) -> None:
         """Decide whether an episode is played again. An attempt is not charged when another episode ended the actor, or may have
-        (``shared``). The same bug on a second actor is not tried a third time. Data is bad when ``_confirmed``."""
+        (``shared``). The same bug on a second actor is not tried a third time. Data is bad when ``_confirmed``. Raises Diverged."""
+        if failure.cause is Cause.DIVERGED:
+            raise Diverged(failure.why)
         before, episode.failure = episode.failure, failure
         if bad := failure.cause is Cause.BAD_DATA:
             episode.doubted.append((answer.environment if failure.of_actor else answer.engine, failure))

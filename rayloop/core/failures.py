@@ -19,6 +19,8 @@ class Cause(StrEnum):
     BAD_DATA = "bad_data"
     """An image or a row cannot be used."""
     OVER_LONG = "over_long_prompt"
+    DIVERGED = "diverged"
+    """The engine's log-probs are not finite: the run ends with it."""
 
 
 class Scope(StrEnum):
@@ -249,7 +251,7 @@ class LedgerError(RayloopError):
 
 
 class Diverged(RayloopError):
-    """The gradient or the loss is not finite and skipping updates did not help."""
+    """Weights, log-probs, or the gradients of several updates in a row are not finite: what is at fault is neither saved nor sent."""
 
 
 class Damaged(CheckpointError):

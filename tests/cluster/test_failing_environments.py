@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from rayloop.cluster.supervision.history import FailureHistory
 from rayloop.cluster.supervision.pool import Pool
-from rayloop.core.failures import GenerationBudgetSpent, WorkerSpent
+from rayloop.core.failures import Cause, Diverged, Failure, GenerationBudgetSpent, Scope, WorkerSpent
 from rayloop.core.groups import Scored, Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest
 from rayloop.run.config import EnvironmentSettings
@@ -52,6 +52,24 @@ def test_a_hang_in_a_process_of_its_own_costs_no_actor(world: Make, actors: int)
     assert made.rollouts.scheduler.quarantined == {BAD}
     assert made.environment.replaced == 0
     assert made.plays[BAD] <= 8 * 3, "one group"
+
+
+def test_an_engine_whose_log_probs_are_not_numbers_ends_the_run_and_is_not_replaced(world: Make) -> None:
+    def diverged(made: World) -> Behave:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
+            await asyncio.sleep(0)
+            if request.task.id == BAD:
+                return Failure(Cause.DIVERGED, Scope.ENGINE, retryable=False, why="NaN in the logits")
+            return made.well(request)
+
+        return behave
+
+    made = world(diverged, recovery={"replacements": 0})
+    with pytest.raises(Diverged, match="NaN in the logits"):
+        made.run(steps=30)
+    assert made.rollouts.scheduler.quarantined == set(), "the task is not to blame"
+    assert made.environment.replaced == 0
+    assert not made.named("worker_lost")
 
 
 def test_an_actor_on_which_every_task_hangs_is_replaced_though_they_are_contained(world: Make) -> None:

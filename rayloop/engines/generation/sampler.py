@@ -42,7 +42,7 @@ class Sampler:
     def sample(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens [B] int64, their log-probs [B] float32, which are end tokens [B] bool, and the kept tokens [B, k] int64, -1 where
         fewer are (k = 0 without ``top_p`` and ``top_k``). ``logits`` [B, V] are those of ``position`` in the turn. Greedy sequences
-        take the most likely token."""
+        take the most likely token. Logits that are NaN give log-probs that are, which the rollout actor refuses."""
         mask = self._banned
         if position < self._longest_min:
             mask = mask | (self._ends & (position < self._min_tokens))
@@ -51,7 +51,7 @@ class Sampler:
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         draw = torch.minimum(self._draws[:, position : position + 1] * total, total.nextafter(torch.zeros_like(total)))
-        sampled = torch.searchsorted(cumulative, draw, right=True)[:, 0]
+        sampled = torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_max(logprobs.shape[-1] - 1)  # with NaN: behind all
         tokens = torch.where(self._greedy, logprobs.argmax(-1), sampled)[:, None]
         return tokens[:, 0], logprobs.gather(1, tokens)[:, 0], self._ends.gather(1, tokens)[:, 0], kept
 

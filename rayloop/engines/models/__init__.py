@@ -29,7 +29,7 @@ from rayloop.data.images import decode, image_geometry
 from rayloop.engines.attention import packs_images, use_packed_vision
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES as DTYPES
-from rayloop.transports.manifest import verify
+from rayloop.transports.manifest import has_nan, verify
 
 FUSED = (".experts.gate_up_proj", ".experts.down_proj")
 """How the names end of the tensors that hold all experts of a layer: [experts, out, in]."""
@@ -72,10 +72,22 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
+    if weights:
+        _refuse_nan(model, settings.path)
     if family(config.model_type).images == "patches":
         _patches_by_matmul(model)
         use_packed_vision(model)
     return model.eval()
+
+
+def _refuse_nan(model: PreTrainedModel, path: str) -> None:
+    """Raises ConfigError for weights that no update and no engine can compute with."""
+    wrong = [name for name, parameter in model.named_parameters() if has_nan(parameter)]
+    if wrong:
+        raise ConfigError(
+            f"model.path {path}: {len(wrong)} tensors hold NaN or an infinity, first {wrong[0]}: the weights are not finite. "
+            "Download or merge them again"
+        )
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rayloop.core.failures import CheckpointError, ConfigError, RayloopError
+from rayloop.core.failures import CheckpointError, ConfigError, Damaged, Diverged, RayloopError
 from rayloop.core.files import Checksum
 from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
@@ -30,6 +30,7 @@ from rayloop.engines.models import as_saved, checkpoint_names, load_model, model
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.engines.training import state
 from rayloop.engines.training.collator import Collator
+from rayloop.engines.training.finite import not_finite
 from rayloop.engines.training.lora import (
     adapter_names,
     adapters_off,
@@ -40,33 +41,23 @@ from rayloop.engines.training.lora import (
     merged,
     saved_name,
 )
-from rayloop.engines.training.optimizer import Optimizer, OptimizerStep
+from rayloop.engines.training.optimizer import Optimizer
 from rayloop.engines.training.scorer import Scorer, score
 from rayloop.engines.training.sharding import add_noise, from_first, gather, join, local, on_all_ranks, shard, total
+from rayloop.engines.training.updates import Update, count_denominators
 from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT
 from rayloop.grpo.batch import Batch, TrainSample, TurnGaps, by_segment, segmented, turn_gaps
 from rayloop.grpo.losses.metrics import LossMetrics
-from rayloop.grpo.losses.policy import STREAMS, Denominator, PolicyLoss, token_weights
+from rayloop.grpo.losses.policy import Denominator, PolicyLoss, token_weights
 from rayloop.grpo.losses.settings import LossSettings, OwnLoss
 from rayloop.transports.manifest import DTYPES
 
 logger = logging.getLogger(__name__)
 
+DIVERGED = "Lower policy.optimizer.lr, and look at actor/grad_norm of the last steps"
+"""What to do about weights that are not finite."""
 PERTURBATION = 0.5
 """Noise of the weight sync's self-test, relative to each tensor's root mean square: far above rounding."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Update:
-    """Result of one optimizer update on this rank; ``loss`` is the rank's part of the sum. ``computed``: of the ``tokens``, those
-    of the trajectories that contribute."""
-
-    loss: float
-    metrics: LossMetrics
-    step: OptimizerStep
-    tokens: int
-    computed: int
-    sequences: int
 
 
 class FsdpEngine:
@@ -166,7 +157,7 @@ class FsdpEngine:
 
     def _update(self, samples: Sequence[TrainSample]) -> Update:
         tokens, sequences = sum(len(s.predict) for s in samples), sum(len(s.predict) > 0 for s in samples)
-        denominators = self._denominators(samples)
+        denominators = count_denominators(samples, self._settings.sequence_parallel, self._device)
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         metrics, contributing = LossMetrics.zero(self._device), self._contributing(samples)
         self._scorer.train()
@@ -185,19 +176,6 @@ class FsdpEngine:
         if self._rank % self._settings.sequence_parallel:  # what the ranks of a sequence group have in common counts once
             return Update(0.0, LossMetrics.zero(self._device), done, 0, 0, 0)
         return Update(float(loss), metrics, done, tokens, computed, sequences)
-
-    def _denominators(self, samples: Sequence[TrainSample]) -> dict[str, Denominator]:
-        """Of each stream, over all ranks."""
-        counts = [0.0] * (3 * len(STREAMS))
-        for sample in samples:
-            n = len(sample.predict)
-            for i, stream in enumerate(STREAMS):
-                if n and getattr(sample.streams, stream):
-                    counts[3 * i] += n
-                    counts[3 * i + 1] += 1.0
-                    counts[3 * i + 2] += n / (sample.group_tokens or n)
-        sums = total([count / self._settings.sequence_parallel for count in counts], self._device)
-        return {stream: Denominator(*sums[3 * i : 3 * i + 3]) for i, stream in enumerate(STREAMS)}
 
     def _batches(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
         """Yields the packed micro-batches. Raises on all ranks the error of an image on one rank; the update is then discarded."""
@@ -317,7 +295,10 @@ class FsdpEngine:
     def stream(self, version: Version, *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Gathers the full weights in the compute dtype, one at a time: yields them under their checkpoint names on rank 0, nothing
         elsewhere; all ranks must exhaust it. Adapters are merged in float32, or with ``adapters`` sent alone, under the names of
-        peft's files. They may share memory with the parameters. ``version`` is only what the weights will be called."""
+        peft's files. They may share memory with the parameters. ``version`` is only what the weights will be called. Raises
+        Diverged on all ranks before the first one when a parameter is not finite."""
+        if wrong := not_finite(self._parameters, self._device):
+            raise Diverged(f"the weights of version {version} are not numbers: {wrong}. {DIVERGED}")
         dtype = DTYPES[self._settings.dtype]
         logger.info("gathering the weights of version %s", version)
         for name, parameter in self._parameters.items():
@@ -364,7 +345,7 @@ class FsdpEngine:
     def save(self, folder: str) -> dict[str, Checksum]:
         """Write the trained parameters, the optimizer, its position in the schedule and the random states, not the frozen
         parameters. Returns name -> checksum of the files that this rank wrote. Raises CheckpointError, also for perturbed
-        weights."""
+        weights, and Diverged for a state that is not finite."""
         return state.save(folder, self._saved(folder), self._rank)
 
     def begin_save(self, folder: str) -> Future[dict[str, Checksum]]:
@@ -380,7 +361,10 @@ class FsdpEngine:
     def _saved(self, folder: str) -> dict[str, Any]:
         if self._unperturbed:
             raise CheckpointError(f"{folder}: the weights are perturbed by the weight sync's self-test; restore them first")
-        return self._state()
+        own = self._state()
+        if wrong := not_finite(own, self._device):
+            raise Diverged(f"{folder}: the trainer's state is not saved: {wrong}. {DIVERGED}")
+        return own
 
     def load(self, folder: str, sums: Mapping[str, Checksum] = state.UNKNOWN) -> None:
         """Continue from a ``save`` exactly, also with another number of ranks. ``sums``: results of ``save`` of all ranks. Raises
@@ -388,6 +372,8 @@ class FsdpEngine:
         self.restore_parameters()  # frozen parameters are not loaded
         own = self._state()
         state.load(folder, own, self._rank, sums)
+        if wrong := not_finite(own, self._device):
+            raise Damaged(folder, f"the trainer's state was saved when it was not numbers any more: {wrong}")
         self._optimizer.updates = int(own["updates"].item())
         if "coefficients" in own:
             self._policy_loss.coefficients.load(own["coefficients"])

@@ -17,7 +17,7 @@ from rayloop.actors.environment import EnvironmentActor
 from rayloop.actors.failures import as_value
 from rayloop.actors.lease import Lease
 from rayloop.config.model import ModelSettings
-from rayloop.core.failures import Cause, DataFailure, Failure, RolesExhausted, Scope, WorkerLost, WorkerSpent
+from rayloop.core.failures import Cause, DataFailure, Diverged, Failure, RolesExhausted, Scope, WorkerLost, WorkerSpent
 from rayloop.core.groups import Unscored, UnscoredKind
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.threads import hanging
@@ -140,6 +140,15 @@ def failed(played: Played) -> Failure:
     assert isinstance(summary, Failure)
     assert trajectory is None
     return summary
+
+
+def test_an_engine_with_log_probs_that_are_not_finite_is_not_taken_for_a_lost_one(text_folder: Path) -> None:
+    error = as_value(Diverged("the engine's log-probs are not finite")).as_instanceof_cause()
+    driver = Driver(Engine())
+    failure = failed(run(actor(text_folder), Engine(raising(error)), driver))
+    assert (failure.cause, failure.scope, failure.retryable) == (Cause.DIVERGED, Scope.ENGINE, False)
+    assert failure.why == "the engine's log-probs are not finite"
+    assert driver.asked == [], "no other engine was leased"
 
 
 def test_an_episode_is_summary_and_trajectory(text_folder: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import random
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from rayloop.actors.handles import Handle
 from rayloop.actors.images import ImageCache, MissingImages, SentImages
@@ -17,7 +19,7 @@ from rayloop.actors.lease import Engine, FirstTurn, Lease, LeasedEngine
 from rayloop.actors.rollout import RolloutActor
 from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component, SettingsModel
-from rayloop.core.failures import InfrastructureFailure, WorkerLost
+from rayloop.core.failures import Diverged, InfrastructureFailure, WorkerLost
 from rayloop.core.types import (
     Cohort,
     Completion,
@@ -347,3 +349,19 @@ def test_many_episodes_at_once_get_whole_prompts_whatever_is_forgotten(limit: in
         assert len(distinct) <= sent.images <= len(distinct) + 20, "members that begin at the same moment, in two processes"
     else:
         assert sent.again > 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_log_probs_that_are_not_finite_are_no_turn(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the engine is: vLLM and SGLang return NaN, too, where the logits are."""
+    monkeypatch.setitem(globals(), "DONE", Completion((1, 2), (-0.1, value), FinishReason.END_TOKEN, Version(3, 17)))
+    actor, prompt = Server().actor, TokenPrompt((1, 2), ())
+    why = "log-probs are not finite for 1 of 2 sampled tokens, with the weights of version 3.17"
+    with pytest.raises(Diverged, match=why):
+        asyncio.run(actor.generate(prompt, Sampling()))
+    both = asyncio.run(actor.generate_each(prompt, [1, 2], Sampling()))
+    assert isinstance(both, list)
+    assert len(both) == 2
+    for one in both:
+        assert isinstance(one, RayTaskError)
+        assert isinstance(one.cause, Diverged)
