@@ -251,7 +251,7 @@ class LedgerError(RayloopError):
 
 
 class Diverged(RayloopError):
-    """Weights, log-probs, or the gradients of several updates in a row are not finite: what is at fault is neither saved nor sent."""
+    """Weights, log-probs, or the gradients of several updates in a row are not finite. They are neither saved nor sent."""
 
 
 class Damaged(CheckpointError):
