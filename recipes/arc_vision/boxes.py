@@ -20,7 +20,7 @@ Size = tuple[float, float]
 _NUMBER = r"\s*(\d{1,4}(?:\.\d{1,20})?)\s*"
 _FOUR = r"\[" + ",".join([_NUMBER] * 4) + r"\]"
 _TAG = re.compile(rf"<bbox>\s*{_FOUR}\s*</bbox>")
-_CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*(%?)\s*</confidence>")
+_CONFIDENCE = re.compile(r"<confidence>\s*(\d{1,3}(?:\.\d{1,6})?)\s*+(%?)\s*</confidence>")
 _QWEN = re.compile(rf'"bbox_2d"\s*:\s*{_FOUR}')
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from rayloop.chat.calls import tagged
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
@@ -270,7 +271,7 @@ def size_of(trajectory: Trajectory, task: Task, settings: ArcVisionReward.Settin
 
 def inside(tag: str, text: str) -> list[str]:
     """All texts between ``<tag>`` and ``</tag>``."""
-    return re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+    return tagged(tag).findall(text)
 
 
 def _answered(text: str, variant: str) -> bool:

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from rayloop.chat.calls import Enclosed
 from rayloop.envs.interpreter import text as interpreter
 
 LONGEST = 1000
@@ -25,7 +26,7 @@ FORBIDDEN = (r"input\(", r"os\.system\(", r"subprocess\(")
 _BEGIN, _END = "<answer>\n\\boxed{", "}\n</answer>"
 _NUMBER = re.compile(r"[-+]?\d*\.?\d+")
 _GRADE = re.compile(r"correct: (yes|no)", re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed{([^}]+)}")
+_BOXED = Enclosed(r"\\boxed\{", "}")
 
 
 def answer(response: str) -> str | None:
@@ -98,6 +99,6 @@ def deepeyes(response: str) -> DeepEyes:
 
 def deepeyes_math(response: str) -> DeepEyes:
     """The last box behind the thought; none, or several, is ill-formed."""
-    found = _BOXED.findall(response.rpartition("</think>")[2])
+    found = list(filter(None, _BOXED.findall(response.rpartition("</think>")[2])))
     formed = response.count("<think>") == response.count("</think>") and len(found) == 1
     return DeepEyes(found[-1] if found else None, formed)

@@ -1,20 +1,19 @@
 """DeepEyes' environment as its model was trained: the tools, arguments and texts of ``visual_toolbox_v2``."""
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
 
+from rayloop.chat.calls import tagged
 from rayloop.core.failures import DataFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import decode, png, read
 from rayloop.recipes.pyvision.data import published_text
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_ANSWER, _CALL = tagged("answer"), tagged("tool_call")
 SHORTEST, MOST_ASPECT = 30, 100
 """Pixels that a box's sides must exceed, and how many times the other one side may be."""
 

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from rayloop.chat.calls import Enclosed, tagged
+
 STOP = "</code>"
 """The end of a sampled turn (``rollout.sampling.stop``), or the policy invents the result."""
-_CELL = re.compile(r"<code>\s*```(?:python|py)?[ \t]*\n(.*?)```\s*(?:</code>|$)", re.DOTALL)
-_FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_CELL = Enclosed(r"<code>\s*```(?:python|py)?[ \t]*\n", r"```\s*(?:</code>|$)")
+_FENCE = Enclosed(r"```(?:python|py)[ \t]*\n", "```")
+_ANSWER = tagged("answer")
 
 INSTRUCTIONS = (Path(__file__).parent / "prompts" / "instructions.txt").read_text(encoding="utf-8").rstrip()
 
@@ -47,22 +49,14 @@ def clue(index: int) -> tuple[str, str]:
 Wording = Literal["rayloop", "pyvision_gym_w_image_hint", "pyvision_gym_wo_image_hint", "pyvision_gym_wo_video_hint"]
 PRELUDE = "import base64, io, matplotlib\nimport matplotlib.pyplot as plt\nimport numpy as np\nfrom PIL import Image\n"
 """What PyVision's interpreters have imported before a policy's code begins."""
-_OPEN, _PUBLISHED_CELL = "```python", re.compile(r"<code>\s*```python")
-_END_OF_CELL = re.compile(r"```\s*</code>")
+_PUBLISHED_CELL = Enclosed(r"<code>\s*```python", r"```\s*</code>")
+_PUBLISHED_FENCE = Enclosed("```python", "```")
 
 
 def published_code(turn: str) -> str | None:
     """As PyVision-RL (62ca599) reads it, without the blanks around it, in time that is linear in the turn."""
-    found, at = None, 0
-    while cell := _PUBLISHED_CELL.search(turn, at):
-        if (end := _END_OF_CELL.search(turn, cell.end())) is None:
-            break
-        found, at = turn[cell.end() : end.start()].strip(), end.end()
-    at = turn.find(_OPEN) if found is None else -1
-    while at >= 0 and (end_at := turn.find("```", at + len(_OPEN))) >= 0:
-        found = turn[at + len(_OPEN) : end_at].strip()
-        at = turn.find(_OPEN, end_at + 3)
-    return found or None
+    found = _PUBLISHED_CELL.findall(turn) or _PUBLISHED_FENCE.findall(turn)
+    return (found[-1].strip() or None) if found else None
 
 
 def published_answer(turn: str) -> str | None:
