@@ -24,7 +24,7 @@ test: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not (slow_faults or k8s or nodes or slurm or judge or vllm or env or adapters or gpu_fake or alerts or commands)"
 
 test-adapters: $(VENV_ADAPTERS)/.adapters
-	$(VENV_ADAPTERS)/bin/python -m tests.envs.programs install chromium-headless-shell
+	$(VENV_ADAPTERS)/bin/python -m tests.envs.programs install chromium-headless-shell Xvfb
 	$(VENV_ADAPTERS)/bin/python -m pytest -q -rs -m adapters tests/adapters tests/contracts
 
 test-alerts: $(VENV)/.dev
@@ -139,6 +139,8 @@ $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	.venv-trackio/bin/python -m pip install -q trackio pydantic pyyaml -c constraints-adapters.txt
 	test -x .venv-browsergym/bin/python || $(PYTHON) -m venv .venv-browsergym
 	.venv-browsergym/bin/python -m pip install -q browsergym-miniwob miniwob openai -c constraints-adapters.txt
+	test -x .venv-pyautogui/bin/python || $(PYTHON) -m venv .venv-pyautogui
+	.venv-pyautogui/bin/python -m pip install -q pyautogui -c constraints-adapters.txt
 	touch $@
 
 $(VENV)/.judge: $(VENV)/.dev

@@ -1,8 +1,9 @@
 """OSWorld as an environment, never exercised on a real machine: its tasks, UI-TARS actions, screenshots, OSWorld's own result."""
 
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -189,8 +190,9 @@ def rows(path: Path, prompt: object = UI_TARS_OR_FAIL) -> list[dict[str, Any]]:
 
 
 TICKS = 5
-_KEYS = {"meta": "win"}
-"""Names of pyautogui that differ from the grammar's (rayloop/envs/grammar/calls.py)."""
+_KEYS = {"meta": ("win",), "<": ("shift", ",")}
+"""pyautogui's keys for those of the grammar (rayloop/envs/grammar/calls.py) that it has under another name, or presses wrongly:
+it looks for ``<`` on the additional key of a keyboard with 105 keys and holds Shift, which makes ``>`` of it."""
 
 
 def code(action: Action) -> str:
@@ -207,9 +209,9 @@ def code(action: Action) -> str:
             wheel = "scroll" if direction in ("up", "down") else "hscroll"
             return _calls(*moved, f"{wheel}({TICKS if direction in ('up', 'right') else -TICKS})")
         case Hotkey(keys):
-            return _calls(f"hotkey({', '.join(repr(_KEYS.get(key, key)) for key in keys)})")
+            return _calls(_hotkey(*keys))
         case HoldKey(key, down):
-            return _calls(f"{'keyDown' if down else 'keyUp'}({_KEYS.get(key, key)!r})")
+            return _held(key, down)
         case Type(text):
             return _typed(text)
         case Sleep():
@@ -217,13 +219,39 @@ def code(action: Action) -> str:
     raise ValueError(f"a desktop has no {type(action).__name__}: it is an action of touch screens")
 
 
+def _pressed(key: str) -> tuple[str, ...]:
+    """The keys of pyautogui that together are a key of the grammar."""
+    return _KEYS.get(key, (key,))
+
+
+def _hotkey(*keys: str) -> str:
+    names = [name for key in keys for name in _pressed(key)]
+    return f"hotkey({', '.join(map(repr, names))})"
+
+
+def _held(key: str, down: bool) -> str:
+    """Keys go down in their order and come up in the reverse one, so that the last key is never down without Shift."""
+    names = _pressed(key) if down else reversed(_pressed(key))
+    method = "keyDown" if down else "keyUp"
+    return _calls(*(f"{method}({name!r})" for name in names))
+
+
 def _typed(text: str) -> str:
     """pyautogui writes only what a plain keyboard has and drops the rest silently: such text goes through the clipboard."""
     if not text:
         raise ValueError("there is nothing to type")
     if text.isascii():
-        return _calls(f"write({text!a}, interval=0.02)")
+        return _calls(*_written(text))
     return f"import pyautogui, pyperclip; pyperclip.copy({text!a}); pyautogui.hotkey('ctrl', 'v')"
+
+
+def _written(text: str) -> Iterator[str]:
+    """Calls that type a text of ASCII: the characters that ``write`` gets wrong are pressed as keys."""
+    for part in re.split("(<)", text):
+        if part == "<":
+            yield _hotkey(part)
+        elif part:
+            yield f"write({part!a}, interval=0.02)"
 
 
 def _calls(*calls: str) -> str:
