@@ -16,7 +16,8 @@ WIDTH, HEIGHT = 1920, 1080
 """Pixels of its screens, whatever the real one is."""
 _ARROWS = {f"arrow{way}": way for way in ("left", "right", "up", "down")}
 _ENDS = ("finished", "wait", "error_env", "call_user")
-"""It stops reading a turn at these names. Its code knows only ``finished``; the others are unknown names to it."""
+"""Its worker stops at these names before any code is made of them (verl/trainer/gui_agent.py, ``EnvWorker.step``, lines 788
+to 804): what is left of the call is its name."""
 _POINTED = {
     "click": "click({x}, {y}, button='left')",
     "left_single": "click({x}, {y}, button='left')",
@@ -157,8 +158,8 @@ def _point(box: str, screen: ScreenSize, short: str = "ValueError") -> tuple[flo
 
 def _code(start: str, name: str | None, inputs: Mapping[str, str], screen: ScreenSize) -> str:
     box, end = inputs.get("start_box"), inputs.get("end_box")
-    if name == "finished":
-        return "finished"
+    if name is not None and name in _ENDS:
+        return name
     if name == "press":
         raise Broken("UnboundLocalError")  # it looks at the key of another branch
     if name in _POINTED:

@@ -39,9 +39,9 @@ def last(text: str) -> list[str]:
         ("keyup(key='arrowup')", "pyautogui.keyUp('arrowup')"),
         ("type(content='it's')", "time.sleep(0.5)"),
         ("type(content='')", "'''"),
-        ("wait()", "# Unrecognized action type: wait"),
-        ("error_env()", "# Unrecognized action type: error_env"),
-        ("call_user()", "# Unrecognized action type: call_user"),
+        ("wait()", "wait"),
+        ("error_env()", "error_env"),
+        ("call_user()", "call_user"),
         ("nonsense(a='b')", "# Unrecognized action type: nonsense"),
         ("finished(content='it's done')", "finished"),
         ("finished()", "finished"),
@@ -143,13 +143,13 @@ def test_the_variants_differ_where_the_original_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("text", "thought"),
     [
-        ("Thought: go\nAction: wait()", "go"),
-        ("Thought: Action: wait()", "Action: wait()"),
-        ("Reflection: no\nAction_Summary: yes \n Action: wait()", "yes"),
-        ("Action_Summary: sum Action: wait()", "sum"),
-        ("Action: wait()", None),
-        ("Reflection: alone\nAction: wait()", None),
-        ("Thought:" + " \n" * 300_000 + "Action: wait()", ""),
+        ("Thought: go\nAction: scroll()", "go"),
+        ("Thought: Action: scroll()", "Action: scroll()"),
+        ("Reflection: no\nAction_Summary: yes \n Action: scroll()", "yes"),
+        ("Action_Summary: sum Action: scroll()", "sum"),
+        ("Action: scroll()", None),
+        ("Reflection: alone\nAction: scroll()", None),
+        ("Thought:" + " \n" * 300_000 + "Action: scroll()", ""),
     ],
 )
 def test_the_thought_is_what_stands_before_the_action(text: str, thought: str | None) -> None:
