@@ -1,6 +1,8 @@
 """Programs that the policy writes, in a sandbox: here (bubblewrap), in containers, or on SandboxFusion's servers; their tool."""
 
 import base64
+import json
+import os
 import shlex
 import subprocess
 import sys
@@ -16,13 +18,16 @@ from pydantic import Field, Tag
 from rayloop.config.settings import OWN, Component, Role, SettingsModel, by_kind
 from rayloop.core.failures import ConfigError, EnvironmentFailed
 from rayloop.core.protocols import ProgramResult, ProgramSandbox, ToolResult
-from rayloop.envs.browser.processes import filled, tree
 from rayloop.envs.tools import ToolError
-from rayloop.sandbox import bubblewrap, seccomp
+from rayloop.sandbox import bubblewrap, memory, seccomp
 
 OUTPUT, SCRIPT, BLOCK, PROCESSES, GRACE, LOOK = 64 << 10, 120 << 10, 10240, 64, 10.0, 0.05
 """Bytes that are kept of each output, of a command (Linux takes no argument of 128 KiB), of tar's blocks; processes at one time.
 Seconds: beyond a program's own until the sandbox must answer, and for a file; between two looks at a program."""
+BEGUN, LINE = b"begun\n", 80
+"""What the script says when the files are there, and the most bytes of the line behind a program."""
+PLACE = 'if [ -e w ] || [ -e out ] || [ -e err ]; then cd "$(mktemp -d)"; fi; mkdir w && cd w || exit 1'
+"""Where a program runs: elsewhere when the sandbox shows something of this machine under these names."""
 Ended = tuple[int | None, bytes]
 
 
@@ -34,6 +39,11 @@ class SandboxKind(SettingsModel):
     """MiB: of one program, and but for ``sandbox_fusion`` of all together. Raise it for compilers and large data."""
     files: int = Field(64, ge=1, le=512)
     """MiB of all files, of a program's input and of each output. Raise it for programs that write much."""
+
+    @property
+    def most(self) -> int:
+        """Bytes that a script writes at most: the files, a file that is read, another output, and lines between."""
+        return (2 * self.files << 20) + 2 * OUTPUT
 
     def build(self) -> ProgramSandbox:
         """A new sandbox, which starts with its first program."""
@@ -49,17 +59,22 @@ class LocalSandbox(SandboxKind):
         """Run a script with an input, and leave nothing of it. Returns its exit code (None: it was ended, after ``seconds`` or for
         its memory) and output. Raises EnvironmentFailed, OSError."""
         with bubblewrap.borrowed() as uid, tempfile.TemporaryFile() as filters:
-            filters.write(seccomp.administrators_refused())
+            filters.write(seccomp.administrators_refused(segments=False))
             filters.seek(0)
+            limits = (f"--data={self.memory << 20}", f"--nproc={PROCESSES}", f"--fsize={self.most}", "--core=0")
             line = bubblewrap.command(
-                ["/usr/bin/prlimit", f"--data={self.memory << 20}", f"--nproc={PROCESSES}", "--core=0", "/bin/sh", "-c", script],
+                ["/usr/bin/prlimit", *limits, "/bin/sh", "-c", script],
                 read=bubblewrap.python_folders(),
                 folders={"/tmp": self.files * 3 << 20},
                 environment={"PATH": f"{sys.prefix}/bin:/usr/bin:/bin"},
                 uid=uid,
                 options=["--seccomp", str(filters.fileno())],
             )
-            return _called(line, given, seconds, self.memory << 20, (filters.fileno(),))
+            inside = (self.memory + 3 * self.files + 64) << 20  # with what lies in /tmp and /dev/shm, and bubblewrap's own
+            with memory.bounded(inside) as group:
+                if group:
+                    line = ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"', group, *line]
+                return _called(line, given, seconds, self.most, self.memory << 20, (filters.fileno(),))
 
 
 class ContainerSandbox(SandboxKind):
@@ -80,7 +95,8 @@ class ContainerSandbox(SandboxKind):
             *(f"--memory-swap={memory}", f"--tmpfs=/work:rw,exec,mode=1777,size={self.files * 3}m", "--workdir=/work"),
             *("--env=HOME=/work", "--entrypoint=sh", self.image, "-c", script),
         ]
-        return _called(line, given, seconds + 2 * GRACE, 1e18, (), self.engine, "rm", "--force", name)  # engines start slowly
+        end = (self.engine, "rm", "--force", name)
+        return _called(line, given, seconds + 2 * GRACE, self.most, end=end)  # engines start slowly
 
 
 class FusionSandbox(SandboxKind):
@@ -99,12 +115,23 @@ class FusionSandbox(SandboxKind):
             "files": {name: base64.b64encode(content).decode() for name, content in files.items()}, "fetch_files": ["answer"],
         }  # fmt: skip
         try:
-            said = httpx.post(f"{self.url.rstrip('/')}/run_code", json=asked, timeout=seconds + GRACE).raise_for_status().json()
+            said = json.loads(self._asked(asked, seconds + GRACE))
             ran = said["run_result"] or {"status": said["message"]}
             code = int(ran["return_code"]) if ran["status"] == "Finished" else {"TimeLimitExceeded": None}[ran["status"]]
             return code, base64.b64decode(said["files"].get("answer", ""), validate=True)
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, AttributeError) as error:
             raise EnvironmentFailed(f"{self.url}: no answer of SandboxFusion: {type(error).__name__}: {error}") from error
+
+    def _asked(self, asked: Any, seconds: float) -> bytes:
+        """The body of an answer. Raises httpx's errors, ValueError for more than a script can write."""
+        until, most, body = time.monotonic() + seconds, 2 * self.most, bytearray()  # base64 and JSON need less than that
+        with httpx.stream("POST", f"{self.url.rstrip('/')}/run_code", json=asked, timeout=seconds) as response:
+            response.raise_for_status()
+            for part in response.iter_bytes(1 << 16):
+                body += part
+                if len(body) > most or time.monotonic() > until:
+                    raise ValueError(f"it is longer than {most} bytes, or than {seconds:g} seconds")
+        return bytes(body)
 
 
 SandboxSetting = Annotated[
@@ -123,11 +150,11 @@ class _Sandbox:
     def exec(self, command: Sequence[str], *, stdin: bytes = b"", timeout: float, most: int = OUTPUT) -> ProgramResult:
         """Each program runs in a new place. The last one's files, a tar that only the sandbox reads, come before its input."""
         with self._lock:
-            script = f"""exec 2> /dev/null; mkdir w && cd w
+            script = f"""exec 2> /dev/null; {PLACE}
 dd bs={BLOCK} count={len(self._files) // BLOCK} iflag=fullblock | tar -xf -; echo begun
 (ulimit -f {self._most >> 9}; exec timeout -s KILL {timeout} {shlex.join(command)}) > ../out 2> ../err
 code=$?; {self._kind.ends}; echo $code $(wc -c < ../out) $(wc -c < ../err)
-cat ../out ../err; tar -cf - . | head -c {self._most}; exit 0"""
+head -c {most} ../out; head -c {most} ../err; tar -cf - . | head -c {self._most}; exit 0"""
             if not command or not command[0] or "\0" in script or len(script.encode()) > SCRIPT or len(stdin) > self._most:
                 raise ValueError(
                     f"no command: it is empty, has a NUL, more than {SCRIPT} bytes, or more input than {self._most} bytes"
@@ -139,16 +166,21 @@ cat ../out ../err; tar -cf - . | head -c {self._most}; exit 0"""
                 code, answer = self._kind.run(script, self._files + stdin, timeout + GRACE)
             except OSError as error:
                 raise EnvironmentFailed(f"programs cannot be run: {error}") from error
-            before, begun, rest = answer.partition(b"begun\n")
-            if not begun and (code is None or 0 < code < 128):
-                raise EnvironmentFailed(f"the sandbox did not begin ({code}): {before[:500].decode(errors='replace')}")
-            line, _, rest = rest.partition(b"\n")
+            begun = answer.find(BEGUN)
+            if begun < 0 and (code is None or 0 < code < 128):
+                raise EnvironmentFailed(f"the sandbox did not begin ({code}): {answer[:500].decode(errors='replace')}")
+            at = begun + len(BEGUN) if begun >= 0 else len(answer)
+            line = answer[at : at + LINE].partition(b"\n")[0]
             found = [int(word) for word in line.split() if word.isdigit()]
             code, out, err, *_ = [*found, *(137, 0, 0)[len(found) :]]  # the program may have ended the script too
-            if len(files := rest[out + err :]) < self._most:
-                self._files = files + bytes(-len(files) % BLOCK) or self._files
-            late, cut = code == 137 and time.monotonic() >= until, max(out, err) > most or len(files) >= self._most
-            return ProgramResult(None if late else code, rest[: min(out, most)], rest[out : out + min(err, most)], cut)
+            begins = at + len(line) + 1
+            ends = begins + min(out, most)
+            files_at = ends + min(err, most)
+            whole = len(answer) - files_at < self._most
+            if whole and len(answer) > files_at:
+                self._files = answer[files_at:] + bytes((files_at - len(answer)) % BLOCK)
+            late, cut = code == 137 and time.monotonic() >= until, max(out, err) > most or not whole
+            return ProgramResult(None if late else code, answer[begins:ends], answer[ends:files_at], cut)
 
     def read(self, path: str) -> bytes:
         return self._at(path, '[ -f "$1" ] && exec cat "$1"', b"").stdout
@@ -169,21 +201,27 @@ cat ../out ../err; tar -cf - . | head -c {self._most}; exit 0"""
         return ended
 
 
-def _called(line: list[str], given: bytes, seconds: float, most: float = 1e18, fds: Sequence[int] = (), *end: str) -> Ended:
-    """``SandboxKind.run`` of a command line with the descriptors ``fds``, that may fill ``most`` bytes and is ended by ``end``."""
+def _called(
+    line: list[str], given: bytes, seconds: float, most: int, filled: float = 1e18, fds: Sequence[int] = (), end: Sequence[str] = ()
+) -> Ended:
+    """``SandboxKind.run`` of a command line with the descriptors ``fds``, which is ended when it has written more than ``most``
+    bytes or filled more than ``filled`` bytes of memory. ``end`` ends what it has started elsewhere."""
     until = time.monotonic() + seconds
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output:
         stdin.write(given)
         stdin.seek(0)
         with subprocess.Popen(line, stdin=stdin, stdout=output, stderr=output, pass_fds=fds) as process:
-            while process.poll() is None and time.monotonic() < until and sum(map(filled, tree(process.pid))) <= most:
+            while process.poll() is None and time.monotonic() < until:
+                written = os.fstat(output.fileno()).st_size
+                if written > most or memory.beyond(filled, memory.tree(process.pid)):
+                    break
                 time.sleep(LOOK)
             code = process.poll()
             if code is None and end:  # while it lives: an engine's command that is killed in between leaves what it has started
-                _called([*end], b"", GRACE)
+                _called([*end], b"", GRACE, OUTPUT)
             process.kill()
         output.seek(0)
-        return code, output.read()
+        return code, output.read(most)
 
 
 class RunProgram:

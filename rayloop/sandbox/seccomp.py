@@ -18,6 +18,7 @@ _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 _X32, _NEWEST = 0x40000000, 462
 _PR_SET_SECCOMP, _FILTER = 22, 2
 
+_SHMGET = 29, 194
 _CLONE_THREAD = 0x10000
 _NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
@@ -39,15 +40,18 @@ def refuse_all_but(threads: bool, writing: bool) -> None:
     kernel.check(kernel.libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.byref(filtered), 0, 0), "seccomp")
 
 
-def administrators_refused(machine: str = kernel.MACHINE) -> bytes:
+def administrators_refused(machine: str = kernel.MACHINE, segments: bool = True) -> bytes:
     """The filter for any program of an ordinary user, as ``bwrap --seccomp`` reads it: no namespaces, mounts, tracing or
-    parts of the kernel that only administrators and debuggers need. Raises KeyError on another machine than x86_64 and aarch64."""
-    return b"".join(struct.pack("HBBI", *row) for row in lenient(machine))
+    parts of the kernel that only administrators and debuggers need. ``segments``: System V's shared memory, which stays when all
+    that used it have ended, and is counted nowhere. Raises KeyError on another machine than x86_64 and aarch64."""
+    return b"".join(struct.pack("HBBI", *row) for row in lenient(machine, segments))
 
 
-def lenient(machine: str) -> list[Row]:
+def lenient(machine: str, segments: bool = True) -> list[Row]:
     """The rows of ``administrators_refused``."""
     column, rows = _COLUMN[machine], _of(machine)
+    if not segments:
+        rows += [(_EQUAL, 0, 1, _SHMGET[column]), (_RETURN, 0, 0, _ERROR | errno.ENOSPC)]
     for numbers in calls.OF_ADMINISTRATORS.values():
         if (number := numbers[column]) is not None:
             rows += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | errno.EPERM)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -173,6 +174,67 @@ def test_memory_is_limited(make: Make) -> None:
     ended = sh(sandbox, "head -c 400000000 /dev/zero | tail -n 1 | wc -c")
     assert b"400000000" not in ended.stdout
     assert sh(sandbox, "echo well").stdout == b"well\n"
+
+
+SHARED = """
+import ctypes, mmap, os, sys, time
+n, page = 400 << 20, b"x" * (1 << 20)
+try:
+    if sys.argv[1] == "mapped":
+        m = mmap.mmap(-1, n)
+        for k in range(0, n, len(page)): m[k:k + len(page)] = page
+    elif sys.argv[1] == "memfd":
+        kept = [os.memfd_create("x") for _ in range(400)]
+        for f in kept: os.write(f, page)
+    else:
+        libc = ctypes.CDLL(None); libc.shmat.restype = ctypes.c_void_p
+        a = libc.shmat(libc.shmget(0, ctypes.c_size_t(n), 0o1600), None, 0)
+        for k in range(0, n, len(page)): ctypes.memmove(a + k, page, len(page))
+    print("full", flush=True)
+    time.sleep(2)
+    print("kept")
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.env
+@needs("bwrap")
+@pytest.mark.parametrize("way", ["mapped", "memfd", "System V"])
+def test_shared_memory_is_limited(way: str) -> None:
+    ended = LocalSandbox(memory=MEMORY, files=FILES).build().exec((sys.executable, "-c", SHARED, way), timeout=30)
+    assert b"kept" not in ended.stdout
+
+
+IN_THE_SCRIPT = r"""
+import os, re, struct
+def parent(pid): return int(re.search(r"PPid:\t(\d+)", open(f"/proc/{pid}/status").read())[1])
+script = parent(parent(os.getpid()))
+at = int(open(f"/proc/{script}/syscall").read().split()[-1], 16)
+begins = next(int(line.split("-")[0], 16) for line in open(f"/proc/{script}/maps") if "libc" in line)
+writes = b"\x41\xbc" + struct.pack("<I", 100) + b"\xb8\x01\x00\x00\x00\xbf\x01\x00\x00\x00\x48\xbe" + struct.pack("<Q", begins)
+writes += b"\xba\x00\x00\x10\x00\x0f\x05\x41\xff\xcc\x75\xe0" + b"\xb8\xe7\x00\x00\x00\x31\xff\x0f\x05"
+with open(f"/proc/{script}/mem", "r+b", buffering=0) as memory:
+    memory.seek(at)
+    memory.write(writes)
+"""
+
+
+@pytest.mark.env
+@needs("bwrap")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the code is for this machine")
+def test_a_program_that_writes_into_its_script_makes_it_write_no_more_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred MiB, by code that the program puts into the memory of the script around it."""
+    kind, answers, real = LocalSandbox(memory=MEMORY, files=FILES), list[int](), LocalSandbox.run
+
+    def run(self: LocalSandbox, *asked: Any) -> programs.Ended:
+        code, answer = real(self, *asked)
+        answers.append(len(answer))
+        return code, answer
+
+    monkeypatch.setattr(LocalSandbox, "run", run)
+    assert isinstance(kind.build().exec(("python3", "-c", IN_THE_SCRIPT), timeout=10), ProgramResult)
+    assert 1 << 20 <= answers[0] <= kind.most
 
 
 def test_files_beyond_the_limit_are_not_kept(make: Make) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.envs.browser import processes
 from rayloop.envs.browser.containment import BrowserSettings, Confinement, Program
+from rayloop.sandbox.memory import beyond
 
 FLAGS = (
     "--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--disable-partial-raster",
@@ -63,14 +64,11 @@ class Chromium:
             return
         if look_again or not self._renderers:
             self._renderers = {pid: processes.renders(pid) for pid in processes.tree(self.pid)}
-        whole = 0
         for pid, renders in self._renderers.items():
-            size = processes.filled(pid)
-            whole += size
-            if renders and size > self._settings.page_memory * MIB and processes.renders(pid):
+            if renders and beyond(self._settings.page_memory * MIB, [pid]) and processes.renders(pid):
                 self._ended_for_memory = time.monotonic()
                 _kill(pid)
-        self.retired = self.retired or whole > self._settings.browser_memory * MIB
+        self.retired = self.retired or bool(beyond(self._settings.browser_memory * MIB, list(self._renderers)))
 
     async def answers(self, seconds: float) -> bool:
         """Whether its main process does, whatever its pages do."""

@@ -233,7 +233,14 @@ class Desktop:
 
 def _code() -> list[str]:
     """The Python of this process, and of its packages only what the driver imports."""
-    own = ("__init__.py", "envs/__init__.py", "sandbox/__init__.py", "sandbox/frames.py", "envs/desktop/__init__.py")
+    own = (
+        "__init__.py",
+        "envs/__init__.py",
+        "sandbox/__init__.py",
+        "sandbox/frames.py",
+        "sandbox/memory.py",
+        "envs/desktop/__init__.py",
+    )
     python = bubblewrap.python_folders(sys.base_prefix)
     return [*python, *(str(PACKAGE / name) for name in (*own, "envs/desktop/inside")), str(_library("Xlib")), str(_library("six"))]
 

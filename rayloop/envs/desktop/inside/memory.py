@@ -2,13 +2,12 @@
 
 import os
 import signal
-import stat
 import threading
 import time
 from contextlib import suppress
 
-_OWN, _SHARE = ("RssAnon:", "RssShmem:"), ("Pss_Anon:", "Pss_Shmem:")
-BLOCK = 512
+from rayloop.sandbox.memory import filled, filled_exactly
+
 CALM, ALERT = 0.5, 0.05
 """Seconds between two looks: while little is filled, and beyond a quarter of the limit."""
 
@@ -33,35 +32,8 @@ class Watch:
 
 def used(but: int, exact: bool = False) -> int:
     """Bytes of written pages of every process but ``but``, of memfd files and System V segments."""
-    whole, seen = _segments(), set[int]()
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != but:
-            with suppress(OSError):
-                whole += _pages(name, exact)
-                whole += _anonymous_files(name, seen)  # refused for processes of another user, such as X's
-    return whole
-
-
-def _pages(pid: str, exact: bool) -> int:
-    if exact:
-        with suppress(OSError), open(f"/proc/{pid}/smaps_rollup", encoding="utf-8") as file:
-            if found := [int(line.split()[1]) << 10 for line in file if line.startswith(_SHARE)]:
-                return sum(found)
-    with open(f"/proc/{pid}/status", encoding="utf-8") as file:  # another user's, and older kernels
-        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(_OWN))
-
-
-def _anonymous_files(pid: str, seen: set[int]) -> int:
-    whole = 0
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(OSError):
-            path = f"/proc/{pid}/fd/{name}"
-            found = os.stat(path)
-            nameless = stat.S_ISREG(found.st_mode) and not found.st_nlink
-            if nameless and found.st_ino not in seen and os.readlink(path).startswith("/memfd:"):
-                seen.add(found.st_ino)
-                whole += found.st_blocks * BLOCK
-    return whole
+    others = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != but]
+    return _segments() + (filled_exactly if exact else filled)(*others)
 
 
 def _segments() -> int:
