@@ -3,11 +3,11 @@ prompt.py and action_parser.py; names that its models write too are aliases."""
 
 import string
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from rayloop.envs.grammar import actions
-from rayloop.envs.grammar.actions import Action
+from rayloop.envs.grammar.actions import Action, Point
 
 Kind = Literal["point", "text", "key", "keys", "direction", "ignored"]
 """What an argument's text is read as."""
@@ -64,10 +64,10 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class CallSignature:
-    """``make`` gets the arguments by their ``field``."""
+    """``make`` gets the arguments by their ``field``, and returns the actions that the call means."""
 
     arguments: tuple[Argument, ...]
-    make: Callable[..., Action]
+    make: Callable[..., Action | tuple[Action, ...]]
 
     def argument(self, name: str) -> Argument | None:
         """The argument of that name; None when there is none."""
@@ -75,7 +75,9 @@ class CallSignature:
 
 
 _AT = Argument(START, "point", "at")
-_SPAN = (Argument(START, "point", "start"), Argument(END, "point", "end"))
+_START = Argument(START, "point", "start")
+_END = Argument(END, "point", "end")
+_TIME = Argument(("time",), "ignored", "time", required=False)
 
 
 def _made(action: Callable[..., Action], **fixed: Any) -> Callable[..., Action]:
@@ -86,7 +88,31 @@ def _text(field: str) -> tuple[Argument, ...]:
     return (Argument(("content",), "text", field, required=False),)
 
 
-_KEY = (Argument(("key",), "key", "key"),)
+def _optional(argument: Argument) -> Argument:
+    return replace(argument, required=False)
+
+
+def _selected(start: Point, end: Point | None = None) -> Action:
+    """``select`` with a start alone opens a list or takes an item of it (UI-TARS, data/training_example.json)."""
+    return actions.Click(start) if end is None else actions.Drag(start, end)
+
+
+def _typed(text: str, at: Point | None = None) -> tuple[Action, ...]:
+    """``type`` with a place clicks it first (UI-TARS, data/training_example.json)."""
+    focus = () if at is None else (actions.Click(at),)
+    return (*focus, actions.Type(text))
+
+
+def _scrolled(at: Point | None = None, direction: actions.Direction | None = None, end: Point | None = None) -> Action:
+    """``scroll`` from a place to another is the swipe of a phone (UI-TARS, README_v1.md). Raises ValueError without either."""
+    if direction is not None:
+        return actions.Scroll(direction, at)
+    if at is not None and end is not None:
+        return actions.Drag(at, end)
+    raise ValueError("scroll needs the argument 'direction', or 'start_box' and 'end_box'")
+
+
+_KEY = (Argument(("key", "press"), "key", "key"),)
 _FIRST = (_AT,)
 
 FUNCTIONS: Mapping[str, CallSignature] = {
@@ -95,22 +121,22 @@ FUNCTIONS: Mapping[str, CallSignature] = {
     "left_double": CallSignature(_FIRST, _made(actions.Click, times=2)),
     "right_single": CallSignature(_FIRST, _made(actions.Click, button="right")),
     "hover": CallSignature(_FIRST, actions.Hover),
-    "drag": CallSignature(_SPAN, actions.Drag),
-    "select": CallSignature(_SPAN, actions.Drag),
-    "hotkey": CallSignature((Argument(("key",), "keys", "keys"),), actions.Hotkey),
+    "drag": CallSignature((_START, _END), actions.Drag),
+    "select": CallSignature((_START, _optional(_END)), _selected),
+    "hotkey": CallSignature((Argument(("key", "hotkey"), "keys", "keys"),), actions.Hotkey),
     "press": CallSignature(_KEY, lambda key: actions.Hotkey((key,))),
     "keydown": CallSignature(_KEY, actions.HoldKey),
     "keyup": CallSignature(_KEY, _made(actions.HoldKey, down=False)),
     "release": CallSignature(_KEY, _made(actions.HoldKey, down=False)),
-    "type": CallSignature((Argument(("content",), "text", "text"),), actions.Type),
+    "type": CallSignature((Argument(("content",), "text", "text"), _optional(_AT)), _typed),
     "scroll": CallSignature(
-        (Argument(START, "point", "at", required=False), Argument(("direction",), "direction", "direction")), actions.Scroll
+        (_optional(_AT), Argument(("direction",), "direction", "direction", required=False), _optional(_END)), _scrolled
     ),
-    "wait": CallSignature((Argument(("time",), "ignored", "time", required=False),), lambda time="": actions.Sleep()),
+    "wait": CallSignature((_TIME,), lambda time="": actions.Sleep()),
     "finished": CallSignature(_text("answer"), actions.Finish),
     "call_user": CallSignature(_text("reason"), actions.CallUser),
     "error_env": CallSignature(_text("reason"), actions.CallUser),
-    "long_press": CallSignature(_FIRST, actions.LongPress),
+    "long_press": CallSignature((_AT, _TIME), lambda at, time="": actions.LongPress(at)),
     "open_app": CallSignature((Argument(("app_name",), "text", "name"),), actions.OpenApp),
     "press_home": CallSignature((), _made(actions.PhoneButton, name="home")),
     "press_back": CallSignature((), _made(actions.PhoneButton, name="back")),

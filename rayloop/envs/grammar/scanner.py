@@ -61,7 +61,7 @@ class _Scanner:
         found: list[Action] = []
         self._blanks()
         while not self._ended():
-            found.append(self._action())
+            found += self._call()
             self._blanks()
         if not found:
             raise _Stop(f"no action follows '{MARK}'", self.at)
@@ -71,7 +71,8 @@ class _Scanner:
         """At the end, or at a mark of the chat template that the text was cut behind."""
         return self.at >= len(self.text) or self.text.startswith(("<|im_end|>", "<|endoftext|>"), self.at)
 
-    def _action(self) -> Action:
+    def _call(self) -> tuple[Action, ...]:
+        """The actions that one call means."""
         start = self.at
         name = self._word()
         function = FUNCTIONS.get(name)
@@ -89,7 +90,11 @@ class _Scanner:
         for argument in function.arguments:
             if argument.required and argument.field not in values:
                 raise _Stop(f"{name} needs the argument {argument.names[0]!r}", start)
-        return function.make(**values)
+        try:
+            made = function.make(**values)
+        except ValueError as error:
+            raise _Stop(str(error), start) from error
+        return made if isinstance(made, tuple) else (made,)
 
     def _argument(self, name: str, function: CallSignature, values: dict[str, Any]) -> None:
         self._blanks()

@@ -51,6 +51,13 @@ READ: dict[str, tuple[Action, ...]] = {
     "select(end_box='(3,4)',start_box='(1,2)')": (Drag(Point(1, 2), Point(3, 4)),),
     "scroll(start_box='(966,546)', direction='left')": (Scroll("left", AT),),
     "scroll(direction='Down')": (Scroll("down"),),
+    "scroll(start_box='(966,546)', end_box='(1,2)')": (Drag(AT, Point(1, 2)),),
+    "select(start_box='(966,546)')": (Click(AT),),
+    "select(start_box='(966,546)', end_box='(1,2)')": (Drag(AT, Point(1, 2)),),
+    "type(content='pop rock', start_box='(966,546)')": (Click(AT), Type("pop rock")),
+    "hotkey(hotkey='ctrl v')": (Hotkey(("ctrl", "v")),),
+    "press(press='arrowup')": (Hotkey(("up",)),),
+    "long_press(start_box='(966,546)', time='2')": (LongPress(AT),),
     "hotkey(key='ctrl c')": (Hotkey(("ctrl", "c")),),
     "hotkey(key='Ctrl+ArrowLeft')": (Hotkey(("ctrl", "left")),),
     "hotkey(key='ctrl +')": (Hotkey(("ctrl", "+")),),
@@ -99,6 +106,8 @@ WRONG = {
     "Action: hotkey(key='a b c d e')": "must be 1 to 4 keys",
     "Action: press(key='os.system')": "there is no key",
     "Action: scroll(start_box='(1,1)', direction='in')": "must be one of up, down, left, right",
+    "Action: scroll(start_box='(1,1)')": "scroll needs the argument 'direction', or 'start_box' and 'end_box'",
+    "Action: hotkey(key='a', hotkey='b')": "given 'hotkey' twice",
 }
 
 
