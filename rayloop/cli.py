@@ -4,6 +4,7 @@ Exit codes: 0 the steps were done; 1 the run failed; 2 the configuration cannot 
 stopped after saving."""
 
 import argparse
+import io
 import os
 import select
 import sys
@@ -77,6 +78,8 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None, build: Callable[[Sequence[str]], argparse.ArgumentParser] = parser) -> int:
     """Run one command of the parser that ``build`` returns; return its exit code. A RayloopError is a paragraph on stderr."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a text of a row or a policy must not end a command that prints it
+        sys.stdout.reconfigure(errors="replace")
     arguments = parsed(argv, build)
     try:
         code: int = arguments.run(arguments)

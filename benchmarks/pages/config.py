@@ -9,7 +9,7 @@ import inspect
 import pkgutil
 import re
 import sys
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
@@ -248,6 +248,8 @@ def _alternatives(annotation: Any) -> list[str]:
 
 
 def _plain(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return _plain(get_args(annotation)[0])
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         kind = kind_of(annotation)
         return f"kind `{kind}`" if kind else "component" if "use" in annotation.model_fields else "section"

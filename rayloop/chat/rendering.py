@@ -14,6 +14,7 @@ import jinja2
 from rayloop.chat.tokenizer import load_chat_template, load_tokenizer, read_json, shown
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.files import utf8
 from rayloop.core.model_families import family
 from rayloop.core.model_files import resolve
 from rayloop.core.threads import Cache
@@ -23,8 +24,6 @@ from rayloop.data.images import MAX_PIXELS, ImageGeometry, PromptImages, image_g
 logger = logging.getLogger(__name__)
 
 _VISION = re.compile(r"vision|image|video")
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Lone surrogates, as in broken JSON, have no UTF-8 form."""
 KEPT = 1 << 18
 """Tokens of rendered texts that are kept, some 10 MB: members of a group show the same."""
 
@@ -94,7 +93,7 @@ class Renderer:
 
     def encode(self, text: str) -> TokenIds:
         """The tokens of a text as data, without end token; chat markup in it stays plain text."""
-        return tuple(self._plain.encode(_SURROGATE.sub("\ufffd", text.replace(self._guard, "")), add_special_tokens=False).ids)
+        return tuple(self._plain.encode(utf8(text.replace(self._guard, "")), add_special_tokens=False).ids)
 
     def decode(self, token_ids: TokenIds) -> str:
         """The text of ``token_ids``; special tokens are left out."""

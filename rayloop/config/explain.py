@@ -18,7 +18,8 @@ _EXPECTED = {
     **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "a whole number"),
     **dict.fromkeys(("float_parsing", "float_type"), "a number"),
     **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "keys and values"),
-    "string_type": "a text",
+    "string_type": "a text (a number as a text is written in quotes: '7')",
+    "finite_number": "a finite number",
 }
 
 
@@ -110,6 +111,21 @@ def explain(error: ValidationError, model: type[BaseModel], data: Any, source: S
     return lines
 
 
+def take_texts(error: ValidationError, model: type[BaseModel], data: Any, source: Source) -> bool:
+    """Put into ``data`` what was written at the places of ``error`` that want a text and got a number. Returns whether it did."""
+    found = False
+    for detail in error.errors(include_url=False):
+        path, _ = _locate(detail, model, data)
+        text = source.texts.pop(path, None) if detail["type"] == "string_type" else None
+        if text is not None:
+            holder = data
+            for key in path[:-1]:
+                holder = holder[key]
+            holder[path[-1]] = text
+            found = True
+    return found
+
+
 def nearest(word: str, candidates: Sequence[str]) -> str:
     """``; did you mean `x`?``, or nothing when no candidate resembles ``word``."""
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
@@ -182,5 +198,8 @@ def _unknown_key(key: str, holder: type[BaseModel], root: type[BaseModel]) -> st
 
 def short(value: Any, limit: int = 80) -> str:
     """The value as a message quotes it: its beginning when it is long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python shows no whole number of more than 4,300 digits
+        text = f"{type(value).__name__} of too many digits to show"
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -18,15 +18,18 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, ValidationError, model_validator
 
-from rayloop.config.explain import explain, nearest
+from rayloop.config.explain import explain, nearest, take_texts
 from rayloop.config.yaml_source import KeyPath, Source, dotted, read
 from rayloop.core.failures import ConfigError
 
 
 class SettingsModel(BaseModel):
-    """Base of every settings class: unknown keys are errors, values are immutable, docstrings are the reference."""
+    """Base of every settings class: unknown keys are errors, numbers are finite unless a field allows more by name, values are
+    immutable, docstrings are the reference."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False
+    )
 
     _source: Source = PrivateAttr(default_factory=Source)
 
@@ -228,11 +231,21 @@ def load(path: Path, overrides: Sequence[str], model: type[S], over: Sequence[Pa
     Paths and components stay as written. Raises ConfigError that lists every problem with file and line."""
     data, source = read(path, overrides, over)
     try:
-        settings = model.model_validate(data)
+        settings = _validated(model, data, source)
     except ValidationError as error:
         raise _refused(explain(error, model, data, source), source) from error
     settings._source = source
     return settings
+
+
+def _validated(model: type[S], data: dict[str, Any], source: Source) -> S:
+    """``data`` as ``model``; where a text is expected, a number counts as it was written, such as the id of a job as a name."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        if not take_texts(error, model, data, source):
+            raise
+        return _validated(model, data, source)
 
 
 def check_components(settings: SettingsModel) -> None:

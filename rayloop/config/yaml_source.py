@@ -26,6 +26,8 @@ class Source:
 
     file: str = field(default="", compare=False)
     lines: dict[KeyPath, str] = field(default_factory=dict, compare=False)
+    texts: dict[KeyPath, str] = field(default_factory=dict, compare=False)
+    """What was written where a number or a truth value was read."""
 
     def where(self, path: KeyPath) -> str:
         """``file:line`` (or ``command line``) of a key, else of the nearest enclosing key, else the file."""
@@ -35,8 +37,15 @@ class Source:
 
     def forget(self, path: KeyPath) -> None:
         """Drop what is known below (and at) ``path``."""
-        for known in [known for known in self.lines if known[: len(path)] == path]:
-            del self.lines[known]
+        for kept in (self.lines, self.texts):
+            for known in [known for known in kept if known[: len(path)] == path]:
+                del kept[known]
+
+    def take(self, other: "Source", path: KeyPath) -> None:
+        """Know below (and at) ``path`` what ``other`` does, and nothing else."""
+        self.forget(path)
+        self.lines.update({known: line for known, line in other.lines.items() if known[: len(path)] == path})
+        self.texts.update({known: text for known, text in other.texts.items() if known[: len(path)] == path})
 
 
 def dotted(path: KeyPath) -> str:
@@ -99,7 +108,7 @@ def _read_file(path: Path, within: tuple[Path, ...]) -> tuple[dict[str, Any], So
     if not base_path.is_file():
         raise ConfigError(f"{source.where((EXTENDS,))}: extends: there is no file {base_path} (relative to this file)")
     below, below_source = _read_file(base_path, (*within, path.resolve()))
-    merged = Source(source.file, below_source.lines)
+    merged = Source(source.file, below_source.lines, below_source.texts)
     _merge(below, merged, data, source, ())
     return below, merged
 
@@ -130,7 +139,10 @@ def _build(loader: _Loader, node: yaml.Node, source: Source, path: KeyPath) -> A
             source.lines[(*path, index)] = f"{source.file}:{item.start_mark.line + 1}"
         return [_build(loader, item, source, (*path, index)) for index, item in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node)
+        value = loader.construct_object(node)
+        if isinstance(value, int | float):
+            source.texts[path] = str(node.value)
+        return value
     mapping: dict[str, Any] = {}
     for key_node, value_node in node.value:
         where = f"{source.file}:{key_node.start_mark.line + 1}"
@@ -156,8 +168,7 @@ def _merge(base: dict[str, Any], origin: Source, layer: dict[str, Any], layer_so
             _merge(below, origin, value, layer_source, here)
         else:
             base[key] = value
-            origin.forget(here)
-            origin.lines.update({p: line for p, line in layer_source.lines.items() if p[: len(here)] == here})
+            origin.take(layer_source, here)
         origin.lines[here] = layer_source.where(here)
 
 
@@ -189,6 +200,8 @@ def _override(data: dict[str, Any], source: Source, override: str) -> None:
         source.lines[path] = COMMAND_LINE
     source.forget((*path, key))
     source.lines[(*path, key)] = COMMAND_LINE
+    if isinstance(value, int | float):
+        source.texts[(*path, key)] = text.strip()
     holder[key] = value
 
 

@@ -179,3 +179,13 @@ def new_secret(path: Path, what: str) -> Path:
         finally:
             os.close(file)
     return path
+
+
+def utf8(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair that stands alone, as in a text that was cut in the middle of an
+    emoji: it has no form in UTF-8, so no file, socket or terminal takes it. Two halves become their character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text

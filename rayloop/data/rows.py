@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.files import utf8
 
 _HEAD = 2**20
 """Bytes that show the shape of a file."""
@@ -32,9 +33,17 @@ def rows(path: Path) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                yield where, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                yield where, _parsed(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
                 yield where, DataFailure(where, f"not a line of UTF-8 JSON: {error}")
+
+
+def _parsed(text: str) -> Any:
+    """The value of a JSON text, whose texts have a form in UTF-8: a row goes to graders, judges and agents. Raises ValueError."""
+    value = json.loads(text)
+    if "\\ud" in text.lower():  # only an escape can stand for half a surrogate pair
+        return json.loads(utf8(json.dumps(value, ensure_ascii=False)))
+    return value
 
 
 def parsed(value: Any) -> Any:
@@ -80,7 +89,7 @@ def _is_json(line: bytes) -> bool:
 
 def _array(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        found = json.loads(path.read_bytes().decode("utf-8-sig"))
+        found = _parsed(path.read_bytes().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} begins like a JSON array and is none: {error}. Correct it, or write a row per line") from error
     for number, row in enumerate(found, start=1):

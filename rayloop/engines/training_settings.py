@@ -1,11 +1,13 @@
 """Settings of the updates: the optimizer, and adapters in place of the model. Light: no torch."""
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr
 
 from rayloop.config.model import ComputesOnCpu
 from rayloop.config.settings import SettingsModel
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSettings(SettingsModel):
@@ -16,7 +18,7 @@ class OptimizerSettings(SettingsModel):
     lr: float = Field(1e-6, gt=0)
     """Learning rate. The default suits full training of models with billions of parameters; small models and LoRA need more
     (docs/choosing_settings.md)."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """AdamW's decay of the gradient's mean and of its square. A second one of 0.95 forgets faster: for short runs."""
     eps: ClassVar[float] = 1e-8
     """AdamW's term against a division by 0, PyTorch's default."""

@@ -4,7 +4,6 @@ room for another turn), max_images. Sampled tokens are never altered."""
 
 import dataclasses
 import logging
-import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rayloop.chat.rendering import Rendered, Renderer
+from rayloop.config.explain import short
 from rayloop.core.failures import (
     DataFailure,
     DeadlineExceeded,
@@ -47,6 +47,7 @@ from rayloop.core.types import (
 )
 from rayloop.envs.instance import Instance, Leading
 from rayloop.envs.settings import EpisodeSettings
+from rayloop.rewards.functions import number
 
 Generate = Callable[[TokenPrompt, Sampling], Awaitable[Completion]]
 Result = TypeVar("Result")
@@ -219,10 +220,12 @@ class _Episode:
 
     def _reward(self, found: Any) -> float:
         """Raises EnvironmentFailed when that is no finite number."""
-        if not isinstance(found, Real | np.bool_) or not abs(float(found)) < math.inf:
+        reward = number(found) if isinstance(found, Real | np.bool_) else None
+        if reward is None:
             what = f"{self.environment.name}.step of task {self.request.task.id}"
-            raise EnvironmentFailed(f"{what} returned StepResult with reward {found!r}, which must be a finite number", bug=True)
-        return float(found)
+            shown = short(found, 200)
+            raise EnvironmentFailed(f"{what} returned StepResult with reward {shown}, which must be a finite number", bug=True)
+        return reward
 
     async def _sample(self, index: int, room: int) -> Completion:
         prompt = TokenPrompt(

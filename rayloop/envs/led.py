@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable
 from numbers import Real
 from typing import Any, TypeVar
@@ -10,11 +9,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rayloop.chat.rendering import Renderer
+from rayloop.config.explain import short
 from rayloop.core.failures import AgentFailed, DataFailure, EnvironmentFailed, EnvironmentHung, InfrastructureFailure
 from rayloop.core.types import EndReason, RolloutRequest, Trajectory
 from rayloop.envs.agents.session import Generate, Session
 from rayloop.envs.instance import Leading
 from rayloop.envs.settings import EpisodeSettings
+from rayloop.rewards.functions import number
 
 Result = TypeVar("Result")
 
@@ -43,8 +44,8 @@ async def play_led(
         result, reason = None, session.limit
     finally:
         session.close()
-    if result is not None and not (isinstance(result, Real | np.bool_) and math.isfinite(result)):
-        raise EnvironmentFailed(f"{what} returned {result!r}, which is no finite number", bug=True)
+    if result is not None and not (isinstance(result, Real | np.bool_) and number(result) is not None):
+        raise EnvironmentFailed(f"{what} returned {short(result, 200)}, which is no finite number", bug=True)
     return session.trajectory(reason, session.reward if session.reward is not None or result is None else float(result))
 
 

@@ -9,6 +9,7 @@ from itertools import islice
 from numbers import Number
 from typing import Any, Literal
 
+from rayloop.config.explain import short
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import GroupRewardSource, RewardSource, ScoreContext
@@ -22,27 +23,27 @@ def as_outcome(result: Any) -> Outcome:
     if isinstance(result, Unscored):
         return result
     scored = result if isinstance(result, Scored) else Scored(result)
-    value = _number(scored.value)
+    value = number(scored.value)
     if value is None:
-        why = f"the reward source returned {scored.value!r:.200}, not a finite number"
+        why = f"the reward source returned {short(scored.value, 200)}, not a finite number"
         return Unscored(UnscoredKind.INVALID_REWARD, why, why)
-    given = {str(name): _number(value) for name, value in scored.components.items()}
-    components = {name: number for name, number in given.items() if number is not None}
+    given = {str(name): number(value) for name, value in scored.components.items()}
+    components = {name: found for name, found in given.items() if found is not None}
     dropped = ("invalid_component",) if len(components) < len(scored.components) else ()
     return Scored(value, components, (*map(str, scored.flags), *dropped), reason=str(scored.reason))
 
 
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     """``float(value)`` if that is finite, else None. Arrays and tensors must be without dimensions."""
     if type(value) is float:
         return value if math.isfinite(value) else None
     if isinstance(value, str | bytes | bytearray) or getattr(value, "shape", ()) != ():
         return None
     try:
-        number = float(value)
+        found = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return found if math.isfinite(found) else None
 
 
 def as_outcomes(result: Any, count: int) -> list[Outcome]:
@@ -50,7 +51,7 @@ def as_outcomes(result: Any, count: int) -> list[Outcome]:
     here), ValueError for another number of them."""
     found = None if isinstance(result, Iterator) else elements(result, count + 1)
     if found is None:
-        raise TypeError(f"a list of {count} outcomes was expected, one per trajectory, not {result!r:.200}")
+        raise TypeError(f"a list of {count} outcomes was expected, one per trajectory, not {short(result, 200)}")
     if len(found) != count:
         raise ValueError(f"{count} outcomes were expected, one per trajectory, not {len(found) if len(found) < count else 'more'}")
     return [as_outcome(one) for one in found]
@@ -188,7 +189,7 @@ class TrlForm(FunctionForm):
         """The outcome in a list of one number."""
         values = elements(result, 2) or []
         if len(values) != 1:
-            why = f"the reward function returned {result!r:.200} for one completion, not a list of one number"
+            why = f"the reward function returned {short(result, 200)} for one completion, not a list of one number"
             return Unscored(UnscoredKind.INVALID_REWARD, why, why)
         return self._one(values[0], components)
 

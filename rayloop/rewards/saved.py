@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rayloop.config.explain import short
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import EndReason, ImageRef, Sampling, Task, Trajectory, TrajectoryId, Turn
 
@@ -90,8 +91,8 @@ def played(row: Mapping[str, Any], results: Sequence[str] = ("env_result",)) -> 
     name = next((name for name in results if row.get(name) is not None), None)
     try:
         result = None if name is None else float(row[name])
-    except (TypeError, ValueError) as error:
-        raise DataFailure(f"column {name}", f"must be a number, not {row[name or '']!r:.100}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataFailure(f"column {name}", f"must be a number, not {short(row[name or ''], 100)}") from error
     turns: Any = row.get("turns")
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
         return replace(PLAYED, env_result=result)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rayloop.config.settings import SettingsModel
+from rayloop.core.files import utf8
 from rayloop.envs.tools import ToolError, tool_call
 from rayloop.run.folder import RESTARTS, RolloutRecord, RolloutTurn
 
@@ -63,7 +64,7 @@ class Episodes:
         span = self._tracer.start_span(
             f"{operation} {of}", None if parent is None else set_span_in_context(parent),
             SpanKind.CLIENT if operation == "chat" else SpanKind.INTERNAL,
-            {key: value for key, value in known.items() if value is not None}, start_time=int(times[0] * 1e9),
+            {key: _sendable(value) for key, value in known.items() if value is not None}, start_time=int(times[0] * 1e9),
         )  # fmt: skip
         span.end(int(times[-1] * 1e9))
         return span
@@ -102,3 +103,7 @@ class Episodes:
 
 def _messages(said: Sequence[tuple[str, str]]) -> str:
     return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}]} for role, text in said], ensure_ascii=False)
+
+
+def _sendable(value: Any) -> Any:
+    return utf8(value) if isinstance(value, str) else value

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rayloop.core.files import utf8
 from rayloop.run.folder import RunFolder, is_rollout
 from rayloop.run.records.jsonl import JsonLines
 from rayloop.view.reader import Record
@@ -128,7 +129,7 @@ def _add(db: sqlite3.Connection, step: int, file: Path, changed: int, size: int)
         for record in records:
             made = {"step": step, "grp": record["group"], "flags": " ".join(record["flags"])}
             made |= {"turns": sum(turn["sampled"] for turn in record["turns"]), **{name: record.get(name) for name in COPIED}}
-            plain = {name: _plain(value) if isinstance(value, str) else value for name, value in made.items()}
+            plain = {name: utf8(value) if isinstance(value, str) else value for name, value in made.items()}
             row = db.execute(insert, plain).lastrowid
             db.execute("INSERT INTO words (rowid, text) VALUES (?, ?)", (row, _text(record)))
     except (ValueError, KeyError, TypeError, sqlite3.ProgrammingError) as error:
@@ -141,14 +142,9 @@ def _add(db: sqlite3.Connection, step: int, file: Path, changed: int, size: int)
 def _text(record: Record) -> str:
     """What can be searched: the task, its prompt and truth, all turns, flags, and what a judge said."""
     named = (str(record.get(name) or "") for name in ("task", "prompt", "truth", "unscored", "reason"))
-    return _plain("\n".join([*named, *record["flags"], *(turn["text"] for turn in record["turns"])]))
-
-
-def _plain(text: str) -> str:
-    """SQLite refuses half a surrogate."""
-    return text.encode(errors="replace").decode()
+    return utf8("\n".join([*named, *record["flags"], *(turn["text"] for turn in record["turns"])]))
 
 
 def _phrases(text: str) -> str:
     """Words as FTS5's phrases, so that none is an operator."""
-    return " ".join('"' + word.replace('"', '""') + '"*' for word in _plain(text).split())
+    return " ".join('"' + word.replace('"', '""') + '"*' for word in utf8(text).split())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import io
+import pickle
 import subprocess
 import sys
 import types
@@ -20,7 +21,7 @@ from PIL import Image
 from rayloop.core.failures import DataFailure, WeightSyncError, WorkerLost
 from rayloop.core.types import FinishReason, Sampling, TokenPrompt, Version
 from rayloop.data.images import decode
-from rayloop.engines.generation import sglang
+from rayloop.engines.generation import sglang, sglang_worker
 from rayloop.engines.settings import EnginePlace, ModelSettings, SglangEngineSettings
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import image
@@ -42,7 +43,7 @@ def answer(logprobs: list[float], finish: dict[str, object] = STOPPED, read: tup
 def test_what_is_sent() -> None:
     assert sglang.arguments(MODEL, SglangEngineSettings(extra={"tp_size": 2, "dtype": "float16"})) == {
         "model_path": "model", "dtype": "float16", "sampling_defaults": "openai", "tp_size": 2,
-        "custom_weight_loader": ["rayloop.engines.generation.sglang_worker.take"],
+        "custom_weight_loader": [f"rayloop.engines.generation.sglang_worker.{name}" for name in ("take", "forget")],
         "mm_process_config": {"image": {"min_pixels": MODEL.min_pixels, "max_pixels": MODEL.max_pixels}},
     }  # fmt: skip
     assert sglang.parameters(TokenPrompt((1,), seed=3), SAMPLING) == {
@@ -130,6 +131,84 @@ def engine(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 async def settle() -> None:
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+class FeatureCache:
+    """SGLang's, of what the vision tower made of images."""
+
+    def __init__(self) -> None:
+        self.kept = {7: "features of the old weights"}
+
+    def clear(self) -> None:
+        self.kept.clear()
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of SGLang's scheduler that has the cache."""
+    schedule, managers = types.ModuleType("sglang.srt.managers.mm_schedule"), types.ModuleType("sglang.srt.managers")
+    schedule.embedding_cache = FeatureCache()  # type: ignore[attr-defined]
+    managers.mm_schedule = schedule  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, schedule.__name__, schedule)
+    monkeypatch.setitem(sys.modules, managers.__name__, managers)
+    return schedule
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_image_features_of_old_weights_are_dropped_with_a_broadcast(
+    broken: bool, scheduler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it fails: a part of the weights may be new."""
+    receiver = types.SimpleNamespace(stream=lambda version, meeting: iter([("a", torch.zeros(1))]))
+    monkeypatch.setattr(sglang_worker, "_RECEIVERS", [receiver])
+
+    def load(weights: Iterator[Any]) -> None:
+        if broken:
+            raise ValueError("no such layer")
+        assert [name for name, _ in weights] == ["a"]
+
+    packed = pickle.dumps((Version(0, 1), pickle.dumps(("settings", "meeting")), str(tmp_path)))
+    sglang_worker.take(types.SimpleNamespace(load_weights=load), [("", torch.frombuffer(bytearray(packed), dtype=torch.uint8))])
+    [file] = tmp_path.iterdir()
+    assert isinstance(pickle.loads(file.read_bytes()), WeightSyncError) is broken
+    assert scheduler.embedding_cache.kept == {}
+    scheduler.embedding_cache = None  # a server without such a cache
+    sglang_worker.forget()
+
+
+def test_image_features_of_old_weights_are_dropped_with_whole_tensors(
+    engine: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    async def update(request: Any) -> tuple[bool, str]:
+        sent.append(request)
+        return True, ""
+
+    async def fine(request: Any = None) -> Any:
+        return types.SimpleNamespace(success=True, message="")
+
+    async def flush() -> Any:
+        return types.SimpleNamespace(success=True)
+
+    manager, requests = engine._manager, sys.modules["sglang.srt.managers.io_struct"]
+    for name in ("BeginWeightUpdateReqInput", "EndWeightUpdateReqInput", "UpdateWeightsFromTensorReqInput"):
+        monkeypatch.setattr(requests, name, types.SimpleNamespace, raising=False)
+    utils: Any = types.ModuleType("sglang.srt.utils")
+    utils.MultiprocessingSerializer = types.SimpleNamespace(serialize=lambda tensors: tensors)
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    manager.update_weights_from_tensor, manager.flush_cache = update, flush
+    manager.begin_weight_update = manager.end_weight_update = fine
+    monkeypatch.setattr(sglang, "_check", lambda version, answer: None)
+    engine._settings = SglangEngineSettings(extra={"device": "cpu"})
+    tensors = {name: torch.zeros(1) for name in engine._names}
+    asyncio.run(engine.load(manifest(Version(0, 1), tensors), tensors))
+    *weights, last = sent
+    assert len(weights) >= 1
+    assert last.load_format == sglang_worker.FORGET
+    [part] = last.serialized_named_tensors
+    sglang_worker.forget(None, pickle.loads(part))
+    assert scheduler.embedding_cache.kept == {}
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -452,6 +452,9 @@ def sglang_calls() -> Iterator[Call]:
         yield Call(f"Engine({key})", lambda w, k=key: "" if k in server_fields(w) else "no argument of the server has this name")
     engine = ("sglang.srt.entrypoints.engine", "Engine")
     yield Call("Engine.tokenizer_manager", lambda w: called(w, *engine, "tokenizer_manager", None, None))
+    schedule, cache = "sglang.srt.managers.mm_schedule", ("sglang.srt.mem_cache.multimodal_cache", "MultiModalStaticCache")
+    yield Call("image features", lambda w: "" if w.find(schedule, "embedding_cache") else f"{schedule} has no embedding_cache")
+    yield Call("image features: clear", lambda w: "" if w.method(*cache, "clear") else f"{cache[1]} has no clear")
 
 
 def server_fields(wheel: Wheel) -> set[str]:

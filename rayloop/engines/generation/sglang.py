@@ -22,7 +22,7 @@ from rayloop.core.model_files import Resolved
 from rayloop.core.protocols import EngineHealth, Level, Manifest
 from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
 from rayloop.engines.generation.entering import Entering
-from rayloop.engines.generation.sglang_worker import LOADER
+from rayloop.engines.generation.sglang_worker import FORGET, LOADER
 from rayloop.engines.models import collapsed, has_vision, picture
 from rayloop.engines.settings import EnginePlace, ModelSettings, SglangEngineSettings
 from rayloop.transports.collective import buckets
@@ -127,12 +127,18 @@ class SglangEngine:
         from sglang.srt.utils import MultiprocessingSerializer
 
         async with self._changing(manifest.version):
+            processes = self._settings.extra.get("tp_size", 1)
             made = buckets(tensors.items(), BUCKET_BYTES, torch.device(self._settings.extra.get("device", "cuda")))
             while bucket := await asyncio.to_thread(next, made, None):  # kept until the next one replaces it
                 on_gpu = list(bucket[1].items())
-                parts = [MultiprocessingSerializer.serialize(on_gpu) for _ in range(self._settings.extra.get("tp_size", 1))]
+                parts = [MultiprocessingSerializer.serialize(on_gpu) for _ in range(processes)]
                 request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=parts, flush_cache=False)
                 _check(manifest.version, await self._manager.update_weights_from_tensor(request))
+            nothing = pickle.dumps([("", torch.zeros(0, dtype=torch.uint8))])
+            request = UpdateWeightsFromTensorReqInput(
+                serialized_named_tensors=[nothing] * processes, load_format=FORGET, flush_cache=False
+            )
+            _check(manifest.version, await self._manager.update_weights_from_tensor(request))
 
     async def receive(self, version: Version, broadcast: bytes) -> None:
         """Let SGLang's processes receive a broadcast (``StreamingEngine``): its own ``update_weights_from_distributed`` neither
@@ -198,7 +204,8 @@ def arguments(model: ModelSettings, settings: SglangEngineSettings) -> dict[str,
     """Keyword arguments of ``sglang.Engine``; those of ``extra`` win."""
     pixels = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
     defaults: dict[str, Any] = {
-        "model_path": model.path, "dtype": settings.dtype, "mm_process_config": {"image": pixels}, "custom_weight_loader": [LOADER],
+        "model_path": model.path, "dtype": settings.dtype, "mm_process_config": {"image": pixels},
+        "custom_weight_loader": [LOADER, FORGET],
     }  # fmt: skip
     if settings.sleep:
         defaults["enable_weights_cpu_backup"] = True

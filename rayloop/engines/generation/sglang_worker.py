@@ -12,8 +12,8 @@ from torch import Tensor
 from rayloop.core.failures import BroadcastFailed, WeightSyncError
 from rayloop.transports.collective import BroadcastReceiver
 
-LOADER = f"{__name__}.take"
-"""By this name SGLang finds its custom weight loader."""
+LOADER, FORGET = f"{__name__}.take", f"{__name__}.forget"
+"""By these names SGLang finds its custom weight loaders."""
 _RECEIVERS: list[BroadcastReceiver] = []
 """That of this process, from its first broadcast on."""
 
@@ -39,8 +39,18 @@ def take(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             model.load_weights(noted())
         finally:
             deque(weights, maxlen=0)  # the other members of the group go on
+            forget()
     except (WeightSyncError, BroadcastFailed) as error:
         found = error
     except Exception as error:
         found = WeightSyncError(f"version {version}: SGLang did not take the weights: {error!r}")
     (Path(folder) / str(os.getpid())).write_bytes(pickle.dumps(found))
+
+
+def forget(model: Any = None, named_tensors: Sequence[tuple[str, Tensor]] = ()) -> None:
+    """Empty this process's cache of what the vision tower made of images: SGLang keeps it over a sync of weights, by the images'
+    hashes, and would answer with features of the old weights."""
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()

@@ -1,16 +1,17 @@
 """Your own pages: a row names an address and a JavaScript expression that is true when its task is done."""
 
-import math
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from pydantic import Field
 
+from rayloop.config.explain import short
 from rayloop.config.settings import LocalPath
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Task
 from rayloop.envs.browser.page import PageEnvironment, PageSettings
 from rayloop.envs.browser.tab import Files, Screen, Size, Tab
+from rayloop.rewards.functions import number
 
 HOST = "pages"
 """The host under which a folder's pages are addressed."""
@@ -86,6 +87,6 @@ class WebPage(PageEnvironment):
 
 def _number(value: Any) -> float:
     """Raises ValueError for what is neither truth nor a finite number."""
-    if not isinstance(value, bool | int | float) or not math.isfinite(value):
-        raise ValueError(f"it is {value!r}")
+    if not isinstance(value, bool | int | float) or number(value) is None:
+        raise ValueError(f"it is {short(value)}")
     return float(value)

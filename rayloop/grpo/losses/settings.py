@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from rayloop.config.settings import OWN, Component, Role, SettingsModel, by_kind, takes
 
-VALUE = ConfigDict(extra="forbid")
+VALUE = ConfigDict(extra="forbid", allow_inf_nan=False)
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "prompt-mean"] | PositiveFloat
 Estimator = Literal["k1", "k2", "k3", "k3+", "low_var_kl"]
 
@@ -55,8 +55,8 @@ class Correction:
     level: Literal["token", "sequence", "geometric"] = "token"
     action: Literal["truncate", "mask"] = "truncate"
     low: Annotated[float, Field(ge=0, le=1)] = 0.0
-    high: Annotated[float, Field(ge=1)] = 2.0
-    veto: tuple[float, float] | None = None
+    high: Annotated[float, Field(ge=1, allow_inf_nan=True)] = 2.0
+    veto: tuple[float, Annotated[float, Field(allow_inf_nan=True)]] | None = None
     off_policy: NonNegativeFloat | None = None
     bypass: bool = False
 

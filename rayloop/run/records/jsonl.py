@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from rayloop.core.files import write_whole
+from rayloop.core.files import utf8, write_whole
 
 SCHEMA_VERSION = 1
+LARGEST = 1024
+"""Bits of a whole number: a larger one is beyond every float, and of many digits Python writes none."""
 HELD = 10_000
 """Records that are held in memory while the storage refuses them; of more, the newest."""
 Fits = Callable[[Mapping[str, Any]], bool]
@@ -154,8 +156,9 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One line of JSON. numpy scalars become numbers, paths text, NaN and infinities null."""
-    return json.dumps(_finite(record), default=_plain, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    """One line of JSON. numpy scalars become numbers, paths text, null for NaN, infinities and integers beyond
+    them; texts as by ``utf8``."""
+    return utf8(json.dumps(_finite(record), default=_plain, allow_nan=False, ensure_ascii=False, separators=(",", ":")))
 
 
 def _finite(value: Any) -> Any:
@@ -163,6 +166,8 @@ def _finite(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, int) and value.bit_length() > LARGEST:
+        return None
     if isinstance(value, Mapping):
         return {str(key): _finite(part) for key, part in value.items()}
     return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
