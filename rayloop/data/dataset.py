@@ -146,7 +146,8 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
 class ChatRows:
     """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and the Hub. ``prompt``: a text, or a list of {role,
     content} or its JSON. The k-th ``<image>`` (or image part) is the row's k-th image; without any, images come first. The id:
-    ``id``, ``extra_info``'s id or data_source/split/index, or file:line. ``extra`` has every column and ``extra_info``."""
+    ``id``, ``extra_info``'s id or data_source/split/index, or file:line. ``extra`` has every column but
+    pictures that the row itself holds, and ``extra_info``."""
 
     class Settings(SettingsModel):
         prompt: str = "prompt"
@@ -171,20 +172,25 @@ class ChatRows:
         plain = {"prompt": value} if isinstance(value, str) and messages is None else {}
         images = self._images(row, where, root)
         info = _mapping(row, "extra_info", where)
-        columns = {name: value for name, value in row.items() if name != "prompt"}
+        shown = _messages([{"role": "user", "content": value}] if messages is None else messages, images, where, root)
+        apart = {"prompt"}
+        if any(isinstance(part, ImageSource) and part.data is not None for message in shown for part in message.parts):
+            # The task has these pictures; beside it they would cost their size once more.
+            apart |= {self._image_column(row), *([] if messages is None else [prompt])}
+        columns = {name: value for name, value in row.items() if name not in apart}
         return Task(
-            _identity(row, info, where),
-            _messages([{"role": "user", "content": value}] if messages is None else messages, images, where, root),
-            self._truth(row, where),
-            str(row.get("data_source") or ""),
+            _identity(row, info, where), shown, self._truth(row, where), str(row.get("data_source") or ""),
             {**columns, **plain, **info},
-        )
+        )  # fmt: skip
 
-    def _images(self, row: Mapping[str, Any], where: str, root: Path) -> list[ImageSource]:
+    def _image_column(self, row: Mapping[str, Any]) -> str:
         column = self._settings.images
         if column == ChatRows.Settings().images and not row.get(column) and row.get("image"):
-            column = "image"
-        entries = row.get(column) or ()
+            return "image"
+        return column
+
+    def _images(self, row: Mapping[str, Any], where: str, root: Path) -> list[ImageSource]:
+        entries = row.get(self._image_column(row)) or ()
         if isinstance(entries, str | bytes | Mapping):
             entries = (entries,)
         return [image_entry(entry, where, root) for entry in entries]
