@@ -5,7 +5,6 @@ import functools
 import logging
 import math
 import os
-import resource
 import shutil
 import tempfile
 import time
@@ -19,6 +18,7 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from rayloop.core.failures import ConfigError, MachineFailed, ResourcesUnavailable
+from rayloop.engines.machine import needs_linux, open_files
 from rayloop.launch.network import unreachable
 from rayloop.launch.ray_process import LOGS, end, keep
 from rayloop.launch.ray_variables import OBJECT_STORE
@@ -32,7 +32,9 @@ def session(
     store: int = OBJECT_STORE,
 ) -> Iterator[None]:  # fmt: skip
     """Join the cluster at ``address``; without one, start a private cluster that ends with the block. It has as
-    many logical CPUs as ``needed``, so that a laptop can hold all roles. Its files are below ``temporary``; ``store``: in bytes."""
+    many logical CPUs as ``needed``, so that a laptop can hold all roles. Its files are below ``temporary``; ``store``: in bytes.
+    Raises ConfigError on another system than Linux."""
+    needs_linux("a command that starts actors")
     if address:
         ray.init(address=address, log_to_driver=False, namespace=namespace)
         try:
@@ -73,7 +75,7 @@ STARTS = 3
 def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
     """Start a cluster on this machine, whose files are all in ``folder``. Raises ConfigError where fewer than ``FILES`` files may
     be open at once, MachineFailed when Ray does not start."""
-    if 0 <= (most := resource.getrlimit(resource.RLIMIT_NOFILE)[1]) < FILES:
+    if 0 <= (most := open_files()[1]) < FILES:
         raise ConfigError(
             f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least. Run `ulimit -n 8192` before the "
             "command, as root if the shell refuses it"

@@ -19,6 +19,7 @@ from rayloop.actors.handles import Handle, submit
 from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.session import actor_table, logs_folder
 from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.core.threads import complete
 from rayloop.run.place import Place
 
 ANSWER = 10.0
@@ -87,7 +88,7 @@ def stacks(place: Place, role: str | None) -> Iterator[tuple[str, str]]:
     """Each actor, and the stacks of its threads: from py-spy on this machine, else from the actor's own debug thread."""
     with joined(place) as actors:
         chosen = of_role(actors, role)
-        for actor, answer in zip(chosen, asyncio.run(_answers(place, chosen)), strict=True):
+        for actor, answer in zip(chosen, complete(_answers(place, chosen)), strict=True):
             yield str(actor), (_spied(actor.pid) if actor.here else None) or answer
 
 

@@ -20,7 +20,7 @@ from rayloop.actors.rollout import RolloutActor, start_weights
 from rayloop.chat.rendering import Rendered, Renderer
 from rayloop.core.failures import AGAIN, ConfigError, DataFailure, EnvironmentFailed, RayloopError, WorkerStartFailed
 from rayloop.core.groups import Outcome, Scored, UnscoredKind
-from rayloop.core.threads import own_frames
+from rayloop.core.threads import complete, own_frames
 from rayloop.core.types import (
     Completion,
     FinishReason,
@@ -61,7 +61,7 @@ def try_row(config: RunConfig, row: int | None, show: Write = partial(print, flu
     dataset, task = _chosen(config, row, write)
     write(f"{dataset.where(task)}: task {task.id}, one of {len(dataset)} usable rows")
     with tempfile.TemporaryDirectory(prefix="try-") as folder:
-        return asyncio.run(_Trial(config, task, folder, write).run())
+        return complete(_Trial(config, task, folder, write).run())
 
 
 def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:

@@ -16,6 +16,7 @@ from rich.table import Table
 from rayloop.commands.arguments import reachable
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
+from rayloop.core.threads import complete
 from rayloop.launch.ray_variables import joined_cluster
 from rayloop.run.folder import RunFolder
 from rayloop.serve_apps.settings import LOOPBACK, HttpOptions
@@ -76,7 +77,7 @@ def _serve(folder: RunFolder, listening: socket.socket, token: str) -> None:
     from rayloop.serve_apps.console.app import web
 
     config = uvicorn.Config(web(folder, token), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run([listening])
+    complete(uvicorn.Server(config).serve([listening]))
 
 
 def serve_beside(folder: RunFolder) -> None:

@@ -1,12 +1,12 @@
 """``doctor``: what would go wrong here, and what to do about it (rayloop/doctor)."""
 
 import argparse
-import asyncio
 import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 
+from rayloop.core.threads import complete
 from rayloop.doctor.checks import checks, examine, text
 from rayloop.run.config import read
 
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the findings. Returns 1 when one of them is an error."""
     config = read(arguments.config, arguments.overrides) if arguments.config else None
     address = arguments.address or os.environ.get("RAY_ADDRESS")
-    found = asyncio.run(examine(checks(config, address, arguments.token_file, arguments.port)))
+    found = complete(examine(checks(config, address, arguments.token_file, arguments.port)))
     if arguments.json:
         rows = [{"check": name, **asdict(finding)} for name, findings in found.items() for finding in findings]
         print(json.dumps(rows, indent=1))

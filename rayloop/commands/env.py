@@ -15,6 +15,7 @@ from rayloop.commands import env_check
 from rayloop.commands.arguments import add_overrides
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 from rayloop.core.protocols import Observation, StepResult
+from rayloop.core.threads import complete
 from rayloop.core.types import (
     Completion,
     EndReason,
@@ -115,10 +116,10 @@ def _play(arguments: argparse.Namespace) -> int:
         return line if line is None or not line.strip() or line.strip() in QUIT else turn(line)
 
     if config and (record.task or kind.leads):
-        asyncio.run(_led(config, kind, task, ask, pictures, record))
+        complete(_led(config, kind, task, ask, pictures, record))
     else:
         ends = config is not None and config.environment.episode.on_error == "end"
-        asyncio.run(_episode(kind, task, ask, pictures, example, ends))
+        complete(_episode(kind, task, ask, pictures, example, ends))
     return 0
 
 

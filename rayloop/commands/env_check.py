@@ -13,6 +13,7 @@ from statistics import median
 from rayloop.commands.arguments import add_overrides
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.protocols import Observation
+from rayloop.core.threads import complete
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset
 from rayloop.envs.instance import Environments
@@ -46,7 +47,7 @@ def check(arguments: argparse.Namespace) -> int:
     failed = 0
     try:
         for number in range(1, arguments.rounds + 1):
-            failed += asyncio.run(_round(f"round {number}", config, environments, list(islice(tasks, count))))
+            failed += complete(_round(f"round {number}", config, environments, list(islice(tasks, count))))
     finally:
         environments.end()
     return 1 if failed else 0

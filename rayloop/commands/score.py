@@ -22,6 +22,7 @@ from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.groups import Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.protocols import ScoreContext
+from rayloop.core.threads import complete
 from rayloop.data.rows import rows
 from rayloop.measure.intervals import calibration_error, interval
 from rayloop.rewards.functions import around, as_outcome
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         if value is not None and value not in known:
             raise ConfigError(f"{option} {value}: {arguments.recipe} has {', '.join(known)}")
     source = built(scoring, variant, reward, arguments.options)
-    for line in asyncio.run(score(arguments.file, scoring, source, variant, reward)).lines(scoring, variant):
+    for line in complete(score(arguments.file, scoring, source, variant, reward)).lines(scoring, variant):
         print(line, file=sys.stderr)
     return 0
 

@@ -1,7 +1,6 @@
 """``judge serve|check|calibrate`` and ``policy serve``: a judge, or a live run's policy, on Ray Serve (docs/policy_endpoint.md)."""
 
 import argparse
-import asyncio
 import os
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rayloop.commands.arguments import add_cluster, add_overrides, cluster, reac
 from rayloop.config.settings import Component, SettingsModel, load, local_path
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.core.threads import complete
 from rayloop.judge.api import JudgeVersion
 from rayloop.judge.calibrate import CALIBRATION, Gate, calibrate
 from rayloop.judge.client import ClientSettings, JudgeClient
@@ -75,7 +75,7 @@ def client_settings(arguments: argparse.Namespace) -> ClientSettings:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    print(asyncio.run(_ready(client_settings(arguments))))
+    print(complete(_ready(client_settings(arguments))))
     return 0
 
 
@@ -97,7 +97,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         finally:
             await client.close()
 
-    return 0 if asyncio.run(ask()) else 1
+    return 0 if complete(ask()) else 1
 
 
 async def _ready(settings: ClientSettings) -> str:

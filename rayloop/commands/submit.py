@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayloop.core.failures import ConfigError, RayloopError
+from rayloop.core.threads import complete
 from rayloop.launch.ray_variables import joined_cluster
 from rayloop.run.config import read
 from rayloop.run.preflight import lasting
@@ -126,7 +127,7 @@ def follow(client: JobSubmissionClient, job: str) -> int:
     shown, reached = 0, time.monotonic()
     while True:
         try:
-            shown = asyncio.run(_show(client, job, shown))
+            shown = complete(_show(client, job, shown))
             info = client.get_job_info(job)
             reached = time.monotonic()
         except (OSError, RuntimeError, asyncio.IncompleteReadError) as error:

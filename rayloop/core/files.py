@@ -1,10 +1,12 @@
 """Files that are written whole or not at all, files with checksums, and files that no other user may have made or read."""
 
+import errno
 import os
 import secrets
 import shutil
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,9 +19,20 @@ from isal import isal_zlib  # zlib's CRC-32, several times faster
 
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed, ConfigError, Damaged, StorageFailed
 
+if sys.platform != "win32":
+    import fcntl
+
 ROOT = 0
 PIECE = 2**22
 """Bytes that are read at once."""
+
+
+def lock_file(file: IO[str], *, wait: bool = False) -> None:
+    """Take the file's lock (flock). Raises BlockingIOError while another holds it, unless ``wait``; OSError (``ENOSYS``) where the
+    system has no flock (Windows)."""
+    if sys.platform == "win32":
+        raise OSError(errno.ENOSYS, "no flock")
+    fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @dataclass(frozen=True, slots=True)

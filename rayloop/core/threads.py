@@ -7,8 +7,8 @@ import re
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable
-from concurrent.futures import Future, wait
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -23,6 +23,30 @@ async def in_thread(function: Callable[..., Result], *args: object, timeout: flo
     what ``function`` raises: SystemExit and StopIteration as RuntimeError."""
     answer = asked()
     return await within(timeout, answer, start(lambda: settle(answer, lambda: function(*args))))
+
+
+def complete(coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """Run the coroutine to its end. Where this thread runs an event loop already, as in a notebook, another thread runs it; what
+    interrupts this one cancels it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    running = list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
+
+    async def known() -> Result:
+        if (task := asyncio.current_task()) is not None:
+            running.append((asyncio.get_running_loop(), task))
+        return await coroutine
+
+    with ThreadPoolExecutor(1, "rayloop-loop") as pool:
+        future = pool.submit(asyncio.run, known())
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            for loop, task in running:
+                loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 def call_within(timeout: float, function: Callable[..., Result], /, *args: object, **options: object) -> Result:

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import resource
 import socket
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from rayloop.core.model_families import UNADAPTED, experts
 from rayloop.core.threads import in_thread
 from rayloop.doctor import machine, network, software
 from rayloop.doctor.finding import Finding
+from rayloop.engines.machine import cores, open_files
 from rayloop.engines.settings import VllmEngineSettings
 from rayloop.estimate.memory import of_reference
 from rayloop.estimate.shape import Shape, read_shape
@@ -51,8 +51,8 @@ def checks(
         "memory": partial(machine.memory, tensor_bytes(config, model) if config and alone and model else 0),
         "disk": partial(machine.disk, output, checkpoint_bytes(config, model) if config and model else None, kept),
         "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), store),
-        "open files": partial(machine.open_files, *resource.getrlimit(resource.RLIMIT_NOFILE)),
-        "cores": partial(machine.cores, len(os.sched_getaffinity(0)), environment),
+        "open files": partial(machine.open_files, *open_files()),
+        "cores": partial(machine.cores, cores(), environment),
         "gpus": partial(machine.gpus, wanted, software.installed_version("torch"), environment),
         "ports": partial(network.ports, ports),
         "proxies": partial(network.proxies, environment, internal),

@@ -1,7 +1,6 @@
 """Checks of memory, disks, limits, cores and accelerators of this machine."""
 
 import os
-import resource
 import shutil
 import subprocess
 import tempfile
@@ -113,8 +112,8 @@ def temporary(folder: Path, store: int) -> list[Finding]:
 
 def open_files(soft: int, hard: int, wanted: int = 8192) -> list[Finding]:
     """The limit of open files, which Ray raises as far as it may: warning below ``wanted``."""
-    effective = hard if hard != resource.RLIM_INFINITY else wanted
-    found = f"limit of {soft}, can be raised to {'any' if hard == resource.RLIM_INFINITY else hard}"
+    effective = wanted if hard < 0 else hard
+    found = f"limit of {soft}, can be raised to {'any' if hard < 0 else hard}"
     if effective < wanted:
         return [Finding("warning", found, f"ulimit -n {wanted} as root, or LimitNOFILE / docker --ulimit nofile={wanted}")]
     return [Finding("ok", found)]

@@ -108,7 +108,10 @@ def packages(
 
 
 def sandbox(found: Callable[[], Reached] = reached) -> list[Finding]:
-    """How strongly code that the policy writes can be held in, proven by attacks: warning when it is less than namespaces."""
+    """How strongly code that the policy writes can be held in, proven by attacks: warning when it is less than namespaces,
+    which only Linux has."""
+    if sys.platform != "linux":
+        return [Finding("warning", f"this is {sys.platform}: no sandbox", "use Linux (on Windows: WSL2) to train and to run code")]
     here = found()
     said = f"level: {here}"
     return [Finding("ok", said) if here.level == Level.NAMESPACES else Finding("warning", said, NAMESPACES)]

@@ -1,9 +1,16 @@
-"""The process on its machine: the cores that it may use, and the memory that it keeps. Imports no torch."""
+"""The process on its machine, on every system: the cores that it may use, its open files, and the memory that it keeps.
+Imports no torch. Training, serving and sandboxes need Linux; looking at rows, settings and runs does not."""
 
 import ctypes
 import logging
 import os
+import sys
 from pathlib import Path
+
+from rayloop.core.failures import ConfigError
+
+if sys.platform != "win32":
+    import resource
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -17,15 +24,33 @@ def quota(group: Path = CGROUP) -> float | None:
     return None if share == "max" else int(share) / int(period)
 
 
+def cores() -> int:
+    """Returns the cores that the process may run on; all of the machine's where the system has no affinity (macOS, Windows)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def usable(group: Path = CGROUP) -> int:
     """Returns whole cores, at least one: the process's affinity, cut to the control group's limit."""
-    allowed = len(os.sched_getaffinity(0))
+    allowed = cores()
     return max(1, min(allowed, int(quota(group) or allowed)))
 
 
 def per_process(processes: int) -> int:
     """Returns the torch threads of each of ``processes`` that compute on this machine at the same time: an equal share."""
     return max(1, usable() // max(1, processes))
+
+
+def open_files() -> tuple[int, int]:
+    """Returns the soft and the hard limit of open files; -1: none."""
+    return (-1, -1) if sys.platform == "win32" else resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def needs_linux(what: str) -> None:
+    """Raises ConfigError on another system than Linux."""
+    if sys.platform != "linux":
+        raise ConfigError(
+            f"{what} needs Linux (on Windows: WSL2). `data validate`, `try`, `doctor`, `estimate`, `report` and `console` work here"
+        )
 
 
 logger = logging.getLogger(__name__)

@@ -1,16 +1,15 @@
 """The environment variables that configure Ray. They are set before Ray is imported, which is when it reads them."""
 
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rayloop.core.failures import ConfigError
-from rayloop.core.files import new_secret
+from rayloop.core.files import lock_file, new_secret
 
 PREFIX, LOCK = "rayloop-", "lock"
 """A private cluster's temporary folder, and the file in it that the owning process keeps locked."""
@@ -79,7 +78,8 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
         tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as folder,
         open(Path(folder) / LOCK, "w", encoding="utf-8") as lock,
     ):
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # without locks `sweep` leaves folders where they are
+            lock_file(lock, wait=True)
         yield Path(folder)
 
 
@@ -123,7 +123,7 @@ def sweep() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         try:
             with open(lock, "r+", encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(file)
                 shutil.rmtree(lock.parent, ignore_errors=True)
         except OSError:
             continue  # its process lives, or it is another user's

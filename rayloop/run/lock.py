@@ -4,7 +4,6 @@ on this host is looked up; another's heartbeat (the file's time) stops. Writers 
 import collections.abc
 import contextlib
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ from typing import IO, Self
 import psutil
 
 from rayloop.core.failures import ConfigError, RunNameInUse, RunTaken
-from rayloop.core.files import write_whole
+from rayloop.core.files import lock_file, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +189,7 @@ def _alone(path: Path) -> collections.abc.Iterator[IO[str]]:
         while True:
             try:
                 if instead is None:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    lock_file(file)
                 else:
                     os.close(os.open(instead, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
                 break

@@ -4,7 +4,6 @@ of such programs: numbers without a name, one for each program that root starts.
 import functools
 import itertools
 import os
-import pwd
 import shlex
 import shutil
 import socket
@@ -69,6 +68,8 @@ def free_user() -> User:
 @functools.cache
 def _taken() -> frozenset[int]:
     """Numbers that have a name or, when this process first asked, a process."""
+    import pwd  # Windows has none, where this module is imported too
+
     named = {entry.pw_uid for entry in pwd.getpwall()}
     running = set()
     for entry in os.scandir("/proc"):

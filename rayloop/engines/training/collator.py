@@ -1,7 +1,6 @@
 """Makes packed batches of trajectories for one model. Threads decode images ahead of the device, and pack the next batch while the
 device computes one. Images and prompt positions that a group shares are made once."""
 
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from rayloop.core.model_families import family
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import FlatTrajectory, ImageRef, Sampling, Trajectory
 from rayloop.engines.attention import shares_prompts
+from rayloop.engines.machine import cores
 from rayloop.engines.models import Vision, load_vision, positions, tensor_cache
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.grpo.batch import Batch, TrainSample, make_sample
@@ -37,7 +37,7 @@ class Collator:
         self._device = device
         self._vision = load_vision(settings, model.config)
         self._engine = engine
-        self._pool = ThreadPoolExecutor(min(THREADS, len(os.sched_getaffinity(0))), "pixels")
+        self._pool = ThreadPoolExecutor(min(THREADS, cores()), "pixels")
         self._packer = ThreadPoolExecutor(1, "packing")  # one of its own: it waits for those that decode
         self._promised: WeakValueDictionary[tuple[str, bool], Future[Tensor]] = WeakValueDictionary()
         self._positions = tensor_cache(POSITIONS)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from rayloop.core import files
 from rayloop.core.failures import ConfigError, RunNameInUse, RunTaken
 from rayloop.run import lock
 from rayloop.run.checkpoint import CheckpointStore, Origin
@@ -127,7 +128,7 @@ def test_without_flock_only_one_wins(hosts: Hosts, monkeypatch: pytest.MonkeyPat
     def flock(*_: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(files.fcntl, "flock", flock)
     left_over = hosts.path.with_suffix(".judging")
     left_over.touch()
     began = time.monotonic()
@@ -146,7 +147,7 @@ def test_a_lock_that_somebody_judges_for_ever_is_a_typed_error(hosts: Hosts, mon
     def flock(*_: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(files.fcntl, "flock", flock)
     with pytest.raises(ConfigError, match=r"run\.lock is held by a process that judges it, for more than 0\.6 s"):
         hosts.take("a")
     monkeypatch.undo()
