@@ -142,12 +142,14 @@ def weights(
 
 
 def kl(c: Tensor, f: Tensor, estimator: str) -> Tensor:
-    """Of one token. Log-ratios stop at 10 nats, and so does the gradient; ``low_var_kl`` itself stops at 10."""
-    if estimator == "low_var_kl":
-        d = f - c
-        return torch.minimum(torch.exp(d) - d - 1, torch.tensor(10.0, dtype=d.dtype))
-    d = torch.clip(c - f, -10, 10)
+    """Of one token. From 10 nats below the reference on, k3 costs what it costs there and pulls as there; ``low_var_kl`` stops at
+    10, and its pull with it."""
+    d = c - f
     k2, k3 = d * d / 2, torch.exp(-d) + d - 1
+    if estimator == "low_var_kl":
+        return torch.minimum(k3, torch.tensor(10.0, dtype=d.dtype))
+    if d < -10:
+        k3 = math.exp(10) - 11 + (1 - math.exp(10)) * (c - c.detach())
     return {"k1": d, "k2": k2, "k3": k3, "k3+": k2 + (k3 - k2).detach()}[estimator]
 
 

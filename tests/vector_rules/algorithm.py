@@ -275,7 +275,7 @@ def policy_gradient(entry: Entry, file: Sequence[Entry]) -> dict[str, float]:
 
 
 LOW_VAR_KL = PpoLoss(kl_coef=1.0, kl="low_var_kl")
-NOT_CAPPED = "the estimate of one token is bounded by its log-ratio alone, ±10; kl: low_var_kl gives verl's bounds"
+NOT_CAPPED = "the estimate of one token is bounded by its log-ratio alone, 10 nats below the reference; kl: low_var_kl is verl's"
 
 
 def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:
@@ -284,7 +284,7 @@ def low_var_kl(entry: Entry, file: Sequence[Entry]) -> Any:
     default = _kl_term(current, reference, PpoLoss(kl_coef=1.0)).tolist()
     original = _kl_term(current, reference, LOW_VAR_KL).tolist()
     d = reference - current
-    bounded = d.clamp(-10, 10)
+    bounded = d.clamp(max=10)
     by_hand = bounded.exp() - bounded - 1
     beyond = bool(((d.abs() > 10) | (by_hand > 10)).any())
     return Deviation(default, NOT_CAPPED if beyond else "", original, by_hand.tolist())

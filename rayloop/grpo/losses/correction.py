@@ -11,10 +11,13 @@ from rayloop.grpo.losses.surrogates import RATIO_BOUND, LossInputs
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """``weight`` [N] without gradient; ``bounded`` [N] bool: where the rule truncated or masked."""
+    """``weight`` [N] without gradient. Bool [N]: ``bounded``, where the rule truncated or masked; ``masked``, where it masked, so
+    that the token has neither a policy gradient nor a KL; ``left_out``, where a whole trajectory counts nothing."""
 
     weight: Tensor
     bounded: Tensor
+    masked: Tensor
+    left_out: Tensor
 
 
 def anchor(old: Tensor, behaviour: Tensor, rule: Correction | None) -> Tensor:
@@ -31,20 +34,21 @@ def weights(inputs: LossInputs, old: Tensor, rule: Correction | None) -> Weights
     """
     ones, nowhere = torch.ones_like(old), torch.zeros_like(old, dtype=torch.bool)
     if rule is None:
-        return Weights(ones, nowhere)
+        return Weights(ones, nowhere, nowhere, nowhere)
     gap = old - inputs.behaviour
     level = {"token": lambda: gap, "sequence": lambda: inputs.total(gap), "geometric": lambda: inputs.mean(gap)}[rule.level]()
     ratio = torch.exp(level.clamp(-RATIO_BOUND, RATIO_BOUND))
     bounded = (ratio < rule.low) | (ratio > rule.high)
-    weight = ratio.clamp(rule.low, rule.high) if rule.action == "truncate" else (ones if rule.bypass else ratio) * ~bounded
     left_out = _left_out(inputs, gap, rule)
-    return Weights(weight, bounded) if left_out is None else Weights(weight * ~left_out, bounded | left_out)
+    if rule.action == "truncate":
+        weight, masked = ratio.clamp(rule.low, rule.high), left_out
+    else:
+        weight, masked = ones if rule.bypass else ratio, bounded | left_out
+    return Weights(weight * ~masked, bounded | left_out, masked, left_out)
 
 
-def _left_out(inputs: LossInputs, gap: Tensor, rule: Correction) -> Tensor | None:
-    """Where a whole trajectory counts nothing: bool [N]; None without such a rule."""
-    if rule.veto is None and rule.off_policy is None:
-        return None
+def _left_out(inputs: LossInputs, gap: Tensor, rule: Correction) -> Tensor:
+    """Where a whole trajectory counts nothing: bool [N]."""
     left_out = torch.zeros_like(gap, dtype=torch.bool)
     if rule.veto is not None:
         own = torch.exp(gap.clamp(-RATIO_BOUND, RATIO_BOUND))

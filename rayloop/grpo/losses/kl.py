@@ -9,19 +9,28 @@ from torch import Tensor
 from rayloop.grpo.losses.settings import AdaptiveEntropy, AdaptiveKl, Estimator, LossSettings
 
 BOUND = 10.0
-"""Log-ratios are clamped to ±10 nats: at 10 below the reference a token costs 22,015 in k3."""
+"""k3's exponential stops growing at 10 nats below the reference, where a token costs 22,015."""
+FAR = 100.0
+"""Log-ratios are at most ±100 nats, so that a reference that excludes a token gives no infinity."""
 LOW_VAR_BOUND, LOW_VAR_CAP = 20.0, 10.0
-"""verl's ``low_var_kl``: a wider log-ratio, and a cap on the term itself, beyond which there is no gradient."""
+"""verl's ``low_var_kl``: a wider log-ratio, and a cap on the term itself, beyond which verl has no gradient either."""
 ERROR_BOUND = 0.2
 """Of the relative error of the KL (arXiv:1909.08593, equation 4)."""
 
 
 def k3(current: Tensor, reference: Tensor, bound: float = BOUND, cap: float | None = None) -> Tensor:
-    """Returns ``exp(d) - d - 1`` [N] >= 0 with ``d = reference - current`` clamped to ±bound, at most ``cap``. Estimates
-    KL(current || reference) from tokens sampled by ``current``; used by GRPO (arXiv:2402.03300)."""
-    d = (reference - current).clamp(-bound, bound)
+    """Returns ``exp(d) - d - 1`` [N] >= 0 with ``d = reference - current`` of at most ``bound``, and the term at most ``cap``.
+    Estimates KL(current || reference) from tokens sampled by ``current``; used by GRPO (arXiv:2402.03300)."""
+    d = -log_ratio(current, reference, low=-bound)
     estimate = torch.expm1(d) - d
     return estimate if cap is None else estimate.clamp(max=cap)
+
+
+def log_ratio(current: Tensor, other: Tensor, low: float = -FAR, high: float = FAR) -> Tensor:
+    """Returns ``current - other`` [N] within [low, high]. Its gradient is that of ``current``, beyond the bounds too: a token that
+    is far off would otherwise never come back."""
+    value = (current - other).detach().clamp(low, high)
+    return value + (current - current.detach())
 
 
 def estimate(current: Tensor, reference: Tensor, estimator: Estimator) -> Tensor:
@@ -31,7 +40,7 @@ def estimate(current: Tensor, reference: Tensor, estimator: Estimator) -> Tensor
         return k3(current, reference, LOW_VAR_BOUND, LOW_VAR_CAP)
     if estimator == "k3":
         return k3(current, reference)
-    d = (current - reference).clamp(-BOUND, BOUND)
+    d = log_ratio(current, reference)
     if estimator == "k1":
         return d
     half = d.square() / 2

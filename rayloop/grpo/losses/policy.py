@@ -11,7 +11,7 @@ from rayloop.grpo.losses import correction
 from rayloop.grpo.losses.kl import Coefficients, estimate, k3, to_go
 from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.settings import LossSettings
-from rayloop.grpo.losses.surrogates import RATIO_BOUND, LossInputs, surrogate
+from rayloop.grpo.losses.surrogates import LossInputs, importance, surrogate
 
 STREAMS = ("rl", "ref_kl", "ce")
 """The losses of a token: the policy gradient, the KL to the reference, and minus the log-prob (supervised)."""
@@ -79,8 +79,8 @@ class PolicyLoss:
         )  # fmt: skip
         rl = weights.weight * self._of_top_entropy(out.loss, entropy, segment)
         if self.coefficients.entropy > 0 and entropy is not None:
-            rl = rl - self.coefficients.entropy * entropy
-        return PerToken(rl, self._kl(inputs, weights.weight), -current, metrics)
+            rl = rl - self.coefficients.entropy * entropy * ~weights.left_out
+        return PerToken(rl, self._kl(inputs, weights), -current, metrics)
 
     def _of_top_entropy(self, loss: Tensor, entropy: Tensor | None, segment: Tensor) -> Tensor:
         """The surrogate [N], 0 outside of the tokens with the most entropy of each trajectory (arXiv:2506.01939)."""
@@ -89,14 +89,14 @@ class PolicyLoss:
             raise ValueError("entropy_coef or top_entropy_quantile is set, but no entropy was computed")
         return loss if share == 1 or entropy is None else loss * top_entropy(entropy.detach(), segment, share)
 
-    def _kl(self, inputs: LossInputs, weight: Tensor) -> Tensor | None:
+    def _kl(self, inputs: LossInputs, weights: correction.Weights) -> Tensor | None:
         term = self._settings.kl_term
         if inputs.reference is None or not self._settings.uses_kl or term.where == "reward":
             return None
         found = self.coefficients.kl * estimate(inputs.current, inputs.reference, term.estimator)
         if not term.unbiased:
-            return weight * found
-        return torch.exp((inputs.current - inputs.behaviour).clamp(-RATIO_BOUND, RATIO_BOUND)) * found
+            return weights.weight * found
+        return importance(inputs.current, inputs.behaviour) * found * ~weights.masked
 
 
 def top_entropy(entropy: Tensor, segment: Tensor, share: float) -> Tensor:

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor
 
 from rayloop.core.failures import ConfigError
+from rayloop.grpo.losses.kl import log_ratio
 from rayloop.grpo.losses.settings import CispoLoss, DppoLoss, GspoLoss, LossSettings, OwnLoss, PpoLoss, ReinforceLoss, SapoLoss
 
 RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before exp, as in verl: far outside any clip range, and no broken token overflows a sum."""
+"""Log-ratios are at most ±20 before exp: far outside any clip range, and no broken token overflows a sum."""
+
+
+def importance(current: Tensor, other: Tensor) -> Tensor:
+    """Returns ``exp(current - other)`` [N], with the gradient of ``current`` wherever the bound holds, too."""
+    return torch.exp(log_ratio(current, other, -RATIO_BOUND, RATIO_BOUND))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,7 @@ class LossInputs:
     @property
     def ratio(self) -> Tensor:
         """``exp(current - anchor)`` [N], with gradient."""
-        return torch.exp((self.current - self.anchor).clamp(-RATIO_BOUND, RATIO_BOUND))
+        return importance(self.current, self.anchor)
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean of ``values`` [N] over each token's trajectory, at each token [N]."""
@@ -70,7 +76,7 @@ def gspo(inputs: LossInputs, settings: GspoLoss) -> LossOutputs:
     """PPO's clip on ``s = exp(mean over the trajectory of current - anchor)`` (arXiv:2507.18071, equations 7 and 14). The value is
     the trajectory's, the gradient each token's own."""
     moved = inputs.mean((inputs.current - inputs.anchor).detach())
-    ratio = torch.exp((inputs.current - inputs.current.detach() + moved).clamp(-RATIO_BOUND, RATIO_BOUND))
+    ratio = torch.exp(moved.clamp(-RATIO_BOUND, RATIO_BOUND) + (inputs.current - inputs.current.detach()))
     return _clipped(ratio, inputs.advantage, settings.clip_low, settings.clip_high)
 
 

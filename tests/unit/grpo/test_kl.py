@@ -3,8 +3,9 @@ adapt."""
 
 from __future__ import annotations
 
+import math
 import random
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -70,20 +71,84 @@ def test_returns_to_go_in_a_long_row_are_those_of_a_trajectory_alone() -> None:
 
 @pytest.mark.parametrize("estimator", get_args(Estimator))
 @pytest.mark.parametrize("distance", [-30.0, -12.0, 12.0, 30.0])
-def test_far_from_the_reference_an_estimate_is_bounded(estimator: str, distance: float) -> None:
+def test_far_from_the_reference_an_estimate_keeps_its_gradient(estimator: str, distance: float) -> None:
     current = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
     settings = PpoLoss.model_validate({"kl": estimator, "kl_coef": 1.0, "correction": "none"})
     zero, segment = torch.zeros_like(current), torch.zeros(1, dtype=torch.int64)
     found = PolicyLoss(settings)(current, zero, zero, zero, segment, reference=current.detach() + distance).ref_kl
     assert found is not None
-    capped = estimator == "low_var_kl"  # whose log-ratio stops at 20 nats, not at 10
-    reference = current.detach() + (max(-20.0, min(20.0, distance)) if capped else distance)
-    expected = oracle.kl(current[0], reference[0], estimator)
+    expected = oracle.kl(current[0], current.detach()[0] + distance, estimator)
     assert found.item() == pytest.approx(expected.item(), rel=1e-12)
     pull, theirs = (torch.autograd.grad(one, current, allow_unused=True)[0] for one in (found.sum(), expected))
     assert pull is not None
-    if not (capped and distance == -30.0):  # there the product's gradient is 0
-        torch.testing.assert_close(pull, torch.zeros(1).double() if theirs is None else theirs, atol=1e-12, rtol=1e-12)
+    assert (pull.item() == 0) == (estimator == "low_var_kl")  # verl's, which ends at 10
+    torch.testing.assert_close(pull, torch.zeros(1).double() if theirs is None else theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_a_reference_that_excludes_a_token_gives_finite_terms(estimator: Estimator) -> None:
+    current = torch.tensor([-1.0], requires_grad=True)
+    term = estimate(current, torch.tensor([-float("inf")]), estimator)
+    (pull,) = torch.autograd.grad(term.sum(), current)
+    assert term.isfinite().all()
+    assert pull.isfinite().all()
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3+"])
+def test_a_student_unlearns_what_its_teacher_rejects(estimator: Estimator) -> None:
+    """The student gives .9 to a token to which the teacher gives a millionth: 13.7 nats."""
+    logits = torch.full((50,), 0.1 / 49, dtype=torch.float64).log()
+    teacher = torch.full((50,), (1 - 1e-6) / 49, dtype=torch.float64).log()
+    logits[0], teacher[0] = torch.tensor([0.9, 1e-6], dtype=torch.float64).log()
+    logits.requires_grad_()
+    current = logits.log_softmax(0)
+    expected_term = (current.exp().detach() * estimate(current, teacher, estimator)).sum()
+    reverse_kl = (current.exp() * (current - teacher)).sum()
+    got, true = (torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (expected_term, reverse_kl))
+    torch.testing.assert_close(got, true, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_an_unbiased_term_pulls_where_its_weight_is_bounded(estimator: Estimator) -> None:
+    """The token is 25 nats likelier than when it was sampled: the weight stops at 20 nats, its gradient does not."""
+    current = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    settings = PpoLoss(kl_coef=1.0, kl=KlTerm(estimator=estimator, unbiased=True), correction="none")
+    zero, segment = torch.zeros_like(current), torch.zeros(1, dtype=torch.int64)
+    behaviour, reference = torch.tensor([-26.0]).double(), torch.tensor([-3.0]).double()
+    found = PolicyLoss(settings)(current, current.detach(), behaviour, zero, segment, reference=reference).ref_kl
+    assert found is not None
+    term, weight = {"k1": 2.0, "k3": math.exp(-2) + 1}[estimator], math.exp(20)
+    slope = {"k1": 1.0, "k3": 1 - math.exp(-2)}[estimator]
+    assert found.item() == pytest.approx(weight * term)
+    assert torch.autograd.grad(found.sum(), current)[0].item() == pytest.approx(weight * (term + slope))
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "veto": {"veto": [1e-4, 100]},
+    "mask": {"action": "mask", "low": 0.5, "high": 5},
+    "sequence mask": {"level": "sequence", "action": "mask", "low": 0.01, "high": 100},
+    "off_policy": {"off_policy": 1.0},
+}
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_what_a_correction_leaves_out_has_no_kl(rule: str, unbiased: bool) -> None:
+    """The first token's weight is 11 nats off; an entropy bonus falls away with a whole trajectory."""
+    settings = PpoLoss.model_validate(
+        {"kl_coef": 0.1, "kl": {"estimator": "k3", "unbiased": unbiased}, "entropy_coef": 0.1, "correction": RULES[rule]}
+    )
+    current = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+    behaviour = torch.tensor([-12.0, -1.0], dtype=torch.float64) if rule != "off_policy" else current + 2
+    entropy, advantage = torch.ones_like(current), -torch.ones_like(current)
+    out = PolicyLoss(settings)(
+        current, current, behaviour, advantage, torch.zeros(2, dtype=torch.int64), reference=current - 0.5, entropy=entropy
+    )
+    assert out.ref_kl is not None
+    whole = rule in ("veto", "off_policy")
+    assert out.ref_kl[0] == 0
+    assert (out.ref_kl[1] == 0) == (rule != "mask")
+    assert (out.rl == 0).tolist() == [whole, whole]
 
 
 def test_coefficients_adapt_over_any_steps() -> None:

@@ -46,6 +46,15 @@ def test_without_dual_clip_a_large_ratio_counts_in_full() -> None:
     assert loss_of([4.0], -2.0, PpoLoss(correction="none", dual_clip=3.0)) == pytest.approx([6.0])
 
 
+def test_a_ratio_far_above_one_keeps_its_gradient_without_dual_clip() -> None:
+    """Above 20 nats its value no longer grows."""
+    current = torch.tensor([25.0], requires_grad=True)
+    zero = torch.zeros(1)
+    loss = policy_loss(current, zero, zero, -torch.ones(1), PpoLoss(correction="none", dual_clip=None)).loss
+    (pull,) = torch.autograd.grad(loss.sum(), current)
+    assert loss.item() == pull.item() == pytest.approx(math.exp(20))
+
+
 def test_at_ratio_one_the_gradient_is_minus_the_advantage() -> None:
     current = torch.randn(6, generator=torch.Generator().manual_seed(0), requires_grad=True)
     advantage = torch.tensor([1.0, -1.0, 0.5, -2.0, 0.0, 3.0])
@@ -109,12 +118,12 @@ def test_k3_is_never_negative_and_always_finite(current: float, reference: float
     assert 0 <= value <= math.exp(10) - 11 + 1
 
 
-def test_k3_by_hand_with_its_gradient_and_clamp() -> None:
+def test_k3_by_hand_with_its_gradient_and_bound() -> None:
     current = torch.tensor([-1.0, -1.5, -40.0], requires_grad=True)
     value = k3(current, torch.tensor([-1.5, -1.0, -1.0]))
     assert value[:2].tolist() == pytest.approx([0.106531, 0.148721], abs=1e-6)
     value.sum().backward()
-    assert current.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 1 - math.exp(0.5), 0.0])
+    assert current.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 1 - math.exp(0.5), 1 - math.exp(10)])
 
 
 def test_the_kl_term_is_bounded_as_the_settings_say() -> None:
@@ -130,8 +139,8 @@ def test_the_kl_term_is_bounded_as_the_settings_say() -> None:
         return loss.tolist(), current.grad.tolist()
 
     costs, pulls = terms()
-    assert costs == pytest.approx([0.148721, math.exp(6) - 7, math.exp(10) - 11, math.exp(-10) + 9], rel=1e-5)
-    assert pulls == pytest.approx([1 - math.exp(0.5), 1 - math.exp(6), 0.0, 0.0])
+    assert costs == pytest.approx([0.148721, math.exp(6) - 7, math.exp(10) - 11, 28.0], rel=1e-5)
+    assert pulls == pytest.approx([1 - math.exp(0.5), 1 - math.exp(6), 1 - math.exp(10), 1.0])
     costs, pulls = terms(kl="low_var_kl")
     assert costs == pytest.approx([0.148721, 10, 10, 10], rel=1e-5)
     assert pulls == pytest.approx([1 - math.exp(0.5), 0.0, 0.0, 0.0])
