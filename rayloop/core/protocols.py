@@ -267,7 +267,8 @@ class BoxReader(Protocol):
 class TrainItem:
     """One trajectory to train on; reference log-probs [sampled_tokens] or None. ``on_policy``: a replayed sample whose old
     log-probs are recomputed (weight 1). ``lag``: versions between its first sampled token and the step. ``turns``: an advantage for
-    each sampled turn, in place of one for all. ``group_tokens``: sampled tokens of its group in the update."""
+    each sampled turn, in place of one for all. ``group_tokens``: sampled tokens of its group in the update. ``part_of`` and
+    ``trajectory_tokens``: of a sequence, the number and the sampled tokens of its trajectory in the update; 0: its own."""
 
     trajectory: Trajectory
     advantage: float
@@ -277,3 +278,5 @@ class TrainItem:
     turns: tuple[float, ...] = ()
     streams: Streams = STREAMS
     group_tokens: int = 0
+    part_of: int = 0
+    trajectory_tokens: int = 0

@@ -272,6 +272,8 @@ class Trajectory:
     end_reason: EndReason
     env_result: float | None = None
     image_bytes: Mapping[str, bytes] = field(default_factory=dict)
+    order: tuple[int, ...] = ()
+    """The sampled turns, by their places, in the order of time. Empty: as they stand."""
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
@@ -282,6 +284,11 @@ class Trajectory:
     def sampled_turns(self) -> tuple[Turn, ...]:
         """The turns that the policy wrote."""
         return tuple(turn for turn in self.turns if turn.sampled)
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many tokens the policy wrote."""
+        return sum(len(turn.token_ids) for turn in self.sampled_turns)
 
     @property
     def segments(self) -> tuple[Self, ...]:
@@ -332,7 +339,8 @@ class Trajectory:
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What the driver knows of a trajectory without opening its payload. Lengths in tokens (expanded). ``turn_rewards`` and
-    ``states`` (``Turn.reward``, ``Trajectory.states``) have one entry for each sampled turn, in order. ``spans``: ``reset``,
+    ``states`` (``Turn.reward``, ``Trajectory.states``) have one entry for each sampled turn, as they stand; ``order`` is the
+    trajectory's. ``first_version`` is the oldest that sampled a turn, ``last_version`` the newest. ``spans``: ``reset``,
     ``generate`` and ``step``, each from when to when, in unix seconds."""
 
     id: TrajectoryId
@@ -355,6 +363,7 @@ class Summary:
     sent: ImagesSent = ImagesSent()
     turn_rewards: tuple[float, ...] = ()
     states: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
     spans: tuple[tuple[str, float, float], ...] = field(default=(), compare=False)
 
 

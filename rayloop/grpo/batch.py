@@ -17,11 +17,13 @@ from torch import Tensor
 from rayloop.core.kept import Kept
 from rayloop.core.protocols import TrainItem
 from rayloop.core.types import STREAMS, FlatTrajectory, Sampling, Streams, TokenIds, Trajectory, TrajectoryId
+from rayloop.grpo.losses.surrogates import Elsewhere
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """One trajectory as tensors. T tokens, N sampled tokens, R position rows (1 for text models, 4 with M-RoPE)."""
+    """A trajectory, or one of its sequences, as tensors. T tokens, N sampled tokens, R position rows (1 for text models, 4 with
+    M-RoPE)."""
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [R, T] int64; row 0 counts 0..T-1
@@ -37,6 +39,10 @@ class TrainSample:
     advantage: Tensor | float = 0.0  # [N] float32, or one for all
     streams: Streams = STREAMS
     group_tokens: int = 0  # sampled tokens of its group in the update; 0: its own
+    part_of: int = 0  # number of its trajectory in the update, of which it may be one of several sequences
+    trajectory_tokens: int = 0  # sampled tokens of that trajectory; 0: its own
+    chosen: Tensor | None = None  # [N] float32, 1 for the tokens of top_entropy_quantile, else 0; None: all
+    elsewhere: Elsewhere | None = None  # the tokens of its trajectory's other sequences, where the loss looks at them
     on_policy: bool = False  # treat the behaviour policy as the old one (no correction weight)
     lag: int = 0  # steps between the weights that sampled the first token and the weights being trained
     kept: Kept | None = None  # [N], the tokens that top_p and top_k kept; None: all
@@ -61,6 +67,12 @@ class TrainSample:
         """Whether a policy gradient or a supervised one can follow from it."""
         rewarded = bool(self.advantage.any()) if isinstance(self.advantage, Tensor) else self.advantage != 0
         return (rewarded and len(self.predict) > 0 and self.streams.rl != 0) or self.streams.ce != 0
+
+    @property
+    def share(self) -> float:
+        """Which part of its trajectory's sampled tokens it has, 0 to 1."""
+        n = len(self.predict)
+        return n / (self.trajectory_tokens or n) if n else 0.0
 
     @property
     def length(self) -> int:
@@ -93,6 +105,9 @@ class Batch:
     ref_kl: Tensor
     ce: Tensor
     group_tokens: Tensor  # [N] int64
+    trajectory_tokens: Tensor  # [N] int64
+    chosen: Tensor | None  # [N] float32; None: all
+    elsewhere: Elsewhere | None
     reference: Tensor | None  # [N] float32
     old: Tensor | None  # [N] float32
     on_policy: Tensor  # [N] bool
@@ -141,6 +156,8 @@ def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pix
         advantage=_of_turns(item) if item.turns else item.advantage,
         streams=item.streams,
         group_tokens=item.group_tokens,
+        part_of=item.part_of,
+        trajectory_tokens=item.trajectory_tokens,
         on_policy=item.on_policy,
         lag=item.lag,
         kept=None if trajectory.sampling.most_kept is None else flat.kept,
@@ -202,7 +219,10 @@ def segmented(mini_batches: Sequence[Sequence[TrainItem]]) -> list[list[TrainIte
     of several mini-batches has the same segments, as objects, in all of them. Raises ValueError when there is not one reference
     log-prob per sampled token, or not one advantage per sampled turn."""
     known = {id(item.trajectory): item.trajectory.segments for items in mini_batches for item in items}
-    return [[part for item in items for part in _parts(item, known[id(item.trajectory)])] for items in mini_batches]
+    return [
+        [part for number, item in enumerate(items) for part in _parts(item, number, known[id(item.trajectory)])]
+        for items in mini_batches
+    ]
 
 
 def by_segment(
@@ -233,9 +253,9 @@ def turn_gaps(
     return found
 
 
-def _parts(item: TrainItem, segments: Sequence[Trajectory]) -> list[TrainItem]:
+def _parts(item: TrainItem, number: int, segments: Sequence[Trajectory]) -> list[TrainItem]:
     if len(segments) == 1:
-        return [dataclasses.replace(item, trajectory=segments[0])]
+        return [dataclasses.replace(item, trajectory=segments[0], part_of=number)]
     lengths = [[len(turn.token_ids) for turn in segment.sampled_turns] for segment in segments]
     ends = np.cumsum([sum(turns) for turns in lengths])
     references: Sequence[Any] = [None] * len(segments)
@@ -250,6 +270,8 @@ def _parts(item: TrainItem, segments: Sequence[Trajectory]) -> list[TrainItem]:
     turns = iter(item.turns)
     credits = [tuple(itertools.islice(turns, len(own))) for own in lengths]
     return [
-        dataclasses.replace(item, trajectory=segment, reference=reference, turns=credit)
+        dataclasses.replace(
+            item, trajectory=segment, reference=reference, turns=credit, part_of=number, trajectory_tokens=int(ends[-1])
+        )
         for segment, reference, credit in zip(segments, references, credits, strict=True)
     ]

@@ -10,6 +10,7 @@ from torch import Tensor
 from rayloop.core.kept import Kept
 from rayloop.core.types import Sampling
 from rayloop.grpo.batch import Batch, TrainSample
+from rayloop.grpo.losses.surrogates import Elsewhere
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...], ...]:
@@ -97,6 +98,9 @@ def pack(
         ref_kl=per_token([s.streams.ref_kl for s in samples], torch.float32),
         ce=per_token([s.streams.ce for s in samples], torch.float32),
         group_tokens=per_token([s.group_tokens or n for s, n in zip(samples, counts, strict=True)], torch.int64),
+        trajectory_tokens=per_token([s.trajectory_tokens or n for s, n in zip(samples, counts, strict=True)], torch.int64),
+        chosen=_all_or_none([s.chosen for s in predicting], "chosen tokens"),
+        elsewhere=_elsewhere(samples),
         reference=_all_or_none([s.reference for s in predicting], "reference log-probs"),
         old=_all_or_none([s.old for s in predicting], "old log-probs"),
         on_policy=per_token([s.on_policy for s in samples], torch.bool),
@@ -145,6 +149,17 @@ def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
     if present:
         raise ValueError(f"{len(values) - len(present)} of {len(values)} packed samples lack {name}")
     return None
+
+
+def _elsewhere(samples: Sequence[TrainSample]) -> Elsewhere | None:
+    """The tokens that trajectories of these samples have elsewhere, under the samples' numbers."""
+    return Elsewhere.joined(
+        [
+            dataclasses.replace(s.elsewhere, segment=torch.full_like(s.elsewhere.segment, number))
+            for number, s in enumerate(samples)
+            if s.elsewhere is not None and len(s.predict)
+        ]
+    )
 
 
 def _kept(samples: Sequence[TrainSample]) -> Tensor | None:

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 TABLE: dict[str, float] = json.loads(PEAKS.read_text(encoding="utf-8"))
 CARD = 80
-ONCE = {"train", "_denominators", "_equal_number", "_update", "_global_norm", "_report", "finalize"}
+ONCE = {"train", "count_denominators", "_equal_number", "_update", "_global_norm", "_report", "finalize"}
 """Functions that wait for the device once in an update, however many micro-batches it has."""
 
 Found = dict[str, Any]

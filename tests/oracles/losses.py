@@ -95,7 +95,7 @@ SURROGATES: dict[str, tuple[Callable[..., Row], dict[str, Any]]] = {
     "gspo": (gspo_token, {"low": 3e-4, "high": 4e-4}),
     "cispo": (cispo, {"low": 1.0, "high": 4.0}),
     "sapo": (sapo, {"positive": 1.0, "negative": 1.05}),
-    "dppo": (dppo, {"low": 0.2, "high": 0.2}),
+    "dppo": (dppo, {"low": 0.15, "high": 0.15}),
     "reinforce": (reinforce, {}),
 }
 """Each kind's formula and its paper's numbers."""
@@ -158,11 +158,9 @@ def returns_to_go(values: Sequence[float]) -> list[float]:
     return [sum(values[t:]) for t in range(len(values))]
 
 
-def top(entropy: Sequence[float], share: float) -> list[bool]:
-    """arXiv:2506.01939: the ``share`` of tokens with the most entropy, rounded up; of equal ones the earlier."""
-    ranked = sorted(range(len(entropy)), key=lambda t: (-entropy[t], t))
-    chosen = ranked[: math.ceil(share * len(entropy))]
-    return [t in chosen for t in range(len(entropy))]
+def bound_of_top(entropy: Sequence[float], share: float) -> float:
+    """arXiv:2506.01939, equation 5: the entropy from which a token of the batch is of the ``share`` with the most, rounded up."""
+    return sorted(entropy, reverse=True)[math.ceil(share * len(entropy)) - 1]
 
 
 # Aggregation -----------------------------------------------------------------------------------------------------------------
@@ -219,13 +217,14 @@ def update(
     rule, bypass = _rule(correction or ("bypass" if kind == "dppo" else "decoupled"))
     how = aggregation or ("seq-mean-token-mean" if kind in OVER_TRAJECTORIES else "token-mean")
     streams: dict[str, list[Row]] = {"rl": [], "ref_kl": [], "ce": []}
+    bound = bound_of_top([float(h.detach()) for one in rows if one.rl for h in one.entropy], top_entropy_quantile)
     for one in rows:
         given = one
         if kl_coef and term.get("in") == "reward":
             given = with_kl_reward(one, kl_coef, estimator)
         w = [1.0] * len(one.current) if rule is None else weights(given, **rule)
         losses = formula(one.current, one.behaviour if bypass else one.old, given.advantages, **numbers)
-        chosen = top([float(h.detach()) for h in one.entropy], top_entropy_quantile)
+        chosen = [float(h.detach()) >= bound for h in one.entropy]
         streams["rl"].append(
             [x * loss * inside - entropy_coef * h for x, loss, inside, h in zip(w, losses, chosen, one.entropy, strict=True)]
         )

@@ -28,7 +28,7 @@ from rayloop.engines.attention import flex_chosen
 from rayloop.engines.machine import keep_freed
 from rayloop.engines.models import as_saved, checkpoint_names, load_model, model_groups
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
-from rayloop.engines.training import state
+from rayloop.engines.training import beforehand, state
 from rayloop.engines.training.collator import Collator
 from rayloop.engines.training.finite import not_finite
 from rayloop.engines.training.lora import (
@@ -42,14 +42,14 @@ from rayloop.engines.training.lora import (
     saved_name,
 )
 from rayloop.engines.training.optimizer import Optimizer
-from rayloop.engines.training.scorer import Scorer, score
+from rayloop.engines.training.scorer import Scorer, Scores, score
 from rayloop.engines.training.sharding import add_noise, from_first, gather, join, local, on_all_ranks, shard, total
 from rayloop.engines.training.updates import Update, count_denominators
 from rayloop.engines.training_settings import ADAPTERS, COLLECTIVE_TIMEOUT
 from rayloop.grpo.batch import Batch, TrainSample, TurnGaps, by_segment, segmented, turn_gaps
 from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.policy import Denominator, PolicyLoss, token_weights
-from rayloop.grpo.losses.settings import LossSettings, OwnLoss
+from rayloop.grpo.losses.settings import LossSettings
 from rayloop.transports.manifest import DTYPES
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,7 @@ class FsdpEngine:
         counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
         if counts[0] != -counts[1]:
             raise ValueError(f"the ranks got from {-counts[1]:.0f} to {counts[0]:.0f} mini-batches; each needs as many")
+        played = {id(item.trajectory) for items in mini_batches for item in items if item.trajectory.sampled_tokens}
         mini_batches = on_all_ranks(lambda: segmented(mini_batches))
         samples = on_all_ranks(lambda: [[self._collator.sample(item) for item in items] for items in mini_batches])
         if len(mini_batches) > 1:
@@ -138,7 +139,7 @@ class FsdpEngine:
         self._gaps.clear()
         updates = [self._update(share) for share in samples]
         self.gaps = turn_gaps(mini_batches, samples, self._gaps)
-        return self._report(updates, time.perf_counter() - began)
+        return self._report(updates, len(played), time.perf_counter() - began)
 
     def _with_old_logprobs(
         self, mini_batches: Sequence[Sequence[TrainItem]], samples: Sequence[Sequence[TrainSample]]
@@ -151,15 +152,17 @@ class FsdpEngine:
         }
         old = dict(zip(distinct, self._score(list(distinct.values())), strict=True))
         return [
-            [dataclasses.replace(s, old=old[id(item.trajectory)]) for item, s in zip(items, share, strict=True)]
+            [dataclasses.replace(s, old=old[id(item.trajectory)].logprobs) for item, s in zip(items, share, strict=True)]
             for items, share in zip(mini_batches, samples, strict=True)
         ]
 
     def _update(self, samples: Sequence[TrainSample]) -> Update:
-        tokens, sequences = sum(len(s.predict) for s in samples), sum(len(s.predict) > 0 for s in samples)
+        tokens = sum(len(s.predict) for s in samples)
         denominators = count_denominators(samples, self._settings.sequence_parallel, self._device)
+        completed = self._completed(samples)
+        given = dict(zip(map(id, completed), map(id, samples), strict=True))
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        metrics, contributing = LossMetrics.zero(self._device), self._contributing(samples)
+        metrics, contributing = LossMetrics.zero(self._device), beforehand.contributing(completed, self._loss_settings)
         self._scorer.train()
         plan, differences = self._equal_number(self._collator.plan(contributing)), list[Tensor]()
         for number, batch in enumerate(self._batches(plan), 1):
@@ -172,10 +175,18 @@ class FsdpEngine:
         computed, done = sum(len(s.predict) for s in contributing), self._optimizer.step()
         planned = [sample for part in plan for sample in part]
         each = torch.cat(differences).cpu().split([len(sample.predict) for sample in planned])  # the only copy, at the end
-        self._gaps.update(zip(map(id, planned), each, strict=True))
+        self._gaps.update((given[id(sample)], gaps) for sample, gaps in zip(planned, each, strict=True))
         if self._rank % self._settings.sequence_parallel:  # what the ranks of a sequence group have in common counts once
-            return Update(0.0, LossMetrics.zero(self._device), done, 0, 0, 0)
-        return Update(float(loss), metrics, done, tokens, computed, sequences)
+            return Update(0.0, LossMetrics.zero(self._device), done, 0, 0)
+        return Update(float(loss), metrics, done, tokens, computed)
+
+    def _completed(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
+        """The samples with what their losses need of tokens of other micro-batches and ranks (``beforehand``)."""
+        if not beforehand.is_needed(self._loss_settings):
+            return samples
+        first = beforehand.to_score(samples, self._loss_settings)
+        (most,) = total([len(first)], self._device, dist.ReduceOp.MAX)
+        return beforehand.completed(samples, first, self._score(first, entropy=True), self._loss_settings) if most else samples
 
     def _batches(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
         """Yields the packed micro-batches. Raises on all ranks the error of an image on one rank; the update is then discarded."""
@@ -202,13 +213,6 @@ class FsdpEngine:
             (0.0 * self._scorer(self._collator.batch([])).logprobs.sum()).backward()
         self._optimizer.discard()
 
-    def _contributing(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """Without a KL and an entropy term, trajectories with advantage 0 have no gradient and need no forward pass: all shipped
-        losses are proportional to it."""
-        loss = self._loss_settings
-        every = loss.uses_kl or loss.uses_entropy or isinstance(loss, OwnLoss)
-        return [s for s in samples if every or s.teaches]
-
     def _equal_number(self, plan: list[list[TrainSample]]) -> list[list[TrainSample]]:
         """The plan with empty micro-batches added, so that all ranks run as many, and at least one."""
         (most,) = total([max(1, len(plan))], self._device, dist.ReduceOp.MAX)
@@ -228,31 +232,36 @@ class FsdpEngine:
             entropy=entropy,
             on_policy=batch.on_policy,
             lag=batch.lag,
+            chosen=batch.chosen,
+            elsewhere=batch.elsewhere,
         )
         parts = list[Tensor]()
         for stream, denominator in denominators.items():
             values: Tensor | None = getattr(result, stream)
             if values is not None and denominator.tokens:
-                weights = token_weights(batch.segment, self._loss_settings, denominator, batch.group_tokens)
+                lengths = batch.group_tokens, batch.trajectory_tokens
+                weights = token_weights(batch.segment, self._loss_settings, denominator, *lengths)
                 parts.append((getattr(batch, stream) * weights * values).sum())
         return torch.stack(parts or [0.0 * current.sum()]).sum(), result.metrics, (old - batch.behaviour).abs()
 
-    def _report(self, updates: Sequence[Update], seconds: float) -> dict[str, float]:
-        """Metrics of the step over all ranks, means over its applied updates; a skipped update is only counted."""
+    def _report(self, updates: Sequence[Update], trajectories: int, seconds: float) -> dict[str, float]:
+        """Metrics of the step over all ranks, means over its applied updates; a skipped update is only counted. ``trajectories``:
+        of this rank's share, in whatever number of sequences and epochs. The coefficients are those that these updates had."""
         applied = [update for update in updates if update.step.applied]
         metrics = LossMetrics.zero(self._device)
         for update in applied:
             metrics = metrics.merge(update.metrics)
         dist.all_reduce(metrics.sums)
         dist.all_reduce(metrics.maxima, dist.ReduceOp.MAX)
-        counts = [sum(u.tokens for u in updates), sum(u.computed for u in updates), sum(u.sequences for u in updates)]
-        loss, tokens, computed, sequences = total([sum(u.loss for u in applied), *counts], self._device)
+        own = trajectories / self._settings.sequence_parallel
+        counts = [sum(u.tokens for u in updates), sum(u.computed for u in updates), own]
+        loss, tokens, computed, trained = total([sum(u.loss for u in applied), *counts], self._device)
         report = {
             "actor/updates": float(len(applied)),
             "actor/skipped_updates": float(len(updates) - len(applied)),
             "actor/tokens": tokens,
             "actor/computed_tokens": computed,
-            "actor/sequences": sequences,
+            "actor/sequences": trained,
             "actor/tokens_per_second": computed / seconds,
         }
         if applied:
@@ -261,8 +270,8 @@ class FsdpEngine:
                 "actor/grad_norm": sum(u.step.grad_norm for u in applied) / len(applied),
                 "actor/lr": applied[-1].step.lr,
             }
-        found = metrics.finalize()
-        found |= self._policy_loss.coefficients.after(found, sequences)
+        found = metrics.finalize() | self._policy_loss.coefficients.adapting()
+        self._policy_loss.coefficients.after(found, trained)
         return report | {f"actor/{name}": value for name, value in found.items()}
 
     def logprobs(
@@ -275,15 +284,15 @@ class FsdpEngine:
 
         def scored(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
             samples = on_all_ranks(lambda: [self._collator.sample(TrainItem(s, 0.0), swap_images=swap_images) for s in segments])
-            return [logprobs.numpy() for logprobs in self._score(samples)]
+            return [scores.logprobs.numpy() for scores in self._score(samples)]
 
         with adapters_off(self._model) if reference else contextlib.nullcontext():
             return by_segment(trajectories, scored)
 
-    def _score(self, samples: Sequence[TrainSample]) -> list[Tensor]:
+    def _score(self, samples: Sequence[TrainSample], *, entropy: bool = False) -> list[Scores]:
         self._scorer.eval()
         plan = self._equal_number(self._collator.plan(samples))
-        scores = score(self._scorer, samples, plan, self._batches(plan))
+        scores = score(self._scorer, samples, plan, self._batches(plan), entropy=entropy)
         self._scorer.reshard()  # the root stays gathered after a forward pass, and would miss changed weights
         return scores
 

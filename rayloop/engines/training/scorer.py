@@ -171,14 +171,18 @@ def masked_logprobs(
 
 @torch.no_grad()
 def score(
-    scorer: nn.Module, samples: Sequence[TrainSample], plan: Sequence[Sequence[TrainSample]], batches: Iterable[Batch]
-) -> list[Tensor]:
-    """Log-probs [N] on the CPU of each of ``samples``. ``plan`` holds each once, ``batches`` its parts; empty ones run too."""
-    scored: dict[int, Tensor] = {}
+    scorer: nn.Module, samples: Sequence[TrainSample], plan: Sequence[Sequence[TrainSample]], batches: Iterable[Batch], *,
+    entropy: bool = False,
+) -> list[Scores]:  # fmt: skip
+    """The scores [N] on the CPU of each of ``samples``. ``plan`` holds each once, ``batches`` its parts; empty ones run too."""
+    scored: dict[int, Scores] = {}
     for group, batch in zip(plan, batches, strict=True):
-        logprobs = scorer(batch).logprobs.cpu()
-        parts = logprobs.split([len(sample.predict) for sample in group]) if group else ()
-        scored |= {id(sample): part for sample, part in zip(group, parts, strict=True)}
+        found, lengths = scorer(batch, entropy=entropy), [len(sample.predict) for sample in group]
+        if not group:
+            continue
+        logprobs = found.logprobs.cpu().split(lengths)
+        entropies = [None] * len(group) if found.entropy is None else found.entropy.cpu().split(lengths)
+        scored |= {id(sample): Scores(*of) for sample, *of in zip(group, logprobs, entropies, strict=True)}
     return [scored[id(sample)] for sample in samples]
 
 
@@ -199,6 +203,7 @@ class FrozenScorer:
         def scored(segments: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
             samples = [self._collator.sample(TrainItem(segment, 0.0)) for segment in segments]
             plan = self._collator.plan(samples)
-            return [logprobs.numpy() for logprobs in score(self._scorer, samples, plan, self._collator.ahead(plan))]
+            found = score(self._scorer, samples, plan, self._collator.ahead(plan))
+            return [scores.logprobs.numpy() for scores in found]
 
         return by_segment(trajectories, scored)

@@ -1,6 +1,6 @@
 """Spreads a model over the ranks: process group, FSDP2 units, gathering, and noise on shards."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -151,6 +151,14 @@ def total(values: Iterable[float], device: torch.device, op: dist.ReduceOp.RedOp
     reduced = torch.tensor(list(values), dtype=torch.float64, device=device)
     dist.all_reduce(reduced, op)
     return reduced.tolist()
+
+
+def everywhere(values: Sequence[Tensor]) -> Tensor:
+    """The values, float32 on the CPU, of all ranks in one row. Collective."""
+    own = torch.cat([torch.zeros(0), *values])
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return torch.cat(found)
 
 
 def on_all_ranks(build: Callable[[], T], within: float | None = None) -> T:

@@ -22,7 +22,6 @@ class Update:
     step: OptimizerStep
     tokens: int
     computed: int
-    sequences: int
 
 
 def count_denominators(samples: Sequence[TrainSample], together: int, device: torch.device) -> dict[str, Denominator]:
@@ -33,7 +32,7 @@ def count_denominators(samples: Sequence[TrainSample], together: int, device: to
         for i, stream in enumerate(STREAMS):
             if n and getattr(sample.streams, stream):
                 counts[3 * i] += n
-                counts[3 * i + 1] += 1.0
+                counts[3 * i + 1] += sample.share
                 counts[3 * i + 2] += n / (sample.group_tokens or n)
     sums = total([count / together for count in counts], device)
     return {stream: Denominator(*sums[3 * i : 3 * i + 3]) for i, stream in enumerate(STREAMS)}

@@ -74,17 +74,20 @@ class Coefficients:
         """The entropy's coefficient; 0 while the entropy is above its target, or not yet known."""
         return self._base if self._open else 0.0
 
-    def after(self, metrics: Mapping[str, float], sequences: float) -> dict[str, float]:
-        """Adapts to a step's ``kl`` and ``entropy`` (nats a token) over ``sequences`` trajectories. Returns what adapts, to log."""
+    def adapting(self) -> dict[str, float]:
+        """Those that change from step to step, as they apply now, to log."""
+        logged = {"kl_coef": self.kl} if self._kl is not None else {}
+        return logged | ({"entropy_coef": self.entropy} if self._entropy is not None else {})
+
+    def after(self, metrics: Mapping[str, float], trajectories: float) -> None:
+        """Adapts to a step's ``kl`` and ``entropy`` (nats a token) over ``trajectories``, each counted once."""
         if self._kl is not None and "kl" in metrics:
             error = min(max(metrics["kl"] / self._kl.target - 1, -ERROR_BOUND), ERROR_BOUND)
-            self.kl *= max(0.0, 1 + error * sequences / self._kl.horizon)
+            self.kl *= max(0.0, 1 + error * trajectories / self._kl.horizon)
         if self._entropy is not None and "entropy" in metrics:
             low = metrics["entropy"] < self._entropy.target
             self._base = max(0.0, self._base + (self._entropy.step if low else -self._entropy.step))
             self._open = metrics["entropy"] <= self._entropy.target
-        logged = {"kl_coef": self.kl} if self._kl is not None else {}
-        return logged | ({"entropy_coef": self.entropy} if self._entropy is not None else {})
 
     def state(self) -> Tensor:
         """[3] float64."""

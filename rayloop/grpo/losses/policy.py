@@ -1,8 +1,11 @@
 """The loss per token: policy gradient, KL and supervised streams (docs/algorithm.md, sections 2 and 6). N is the number of
 sampled tokens of a micro-batch, one trajectory after the other."""
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,7 +14,9 @@ from rayloop.grpo.losses import correction
 from rayloop.grpo.losses.kl import Coefficients, estimate, k3, to_go
 from rayloop.grpo.losses.metrics import LossMetrics
 from rayloop.grpo.losses.settings import LossSettings
-from rayloop.grpo.losses.surrogates import LossInputs, importance, surrogate
+from rayloop.grpo.losses.surrogates import Elsewhere, LossInputs, LossOutputs, importance, surrogate
+
+Made = TypeVar("Made", correction.Weights, LossOutputs)
 
 STREAMS = ("rl", "ref_kl", "ce")
 """The losses of a token: the policy gradient, the KL to the reference, and minus the log-prob (supervised)."""
@@ -55,39 +60,54 @@ class PolicyLoss:
     def __call__(
         self, current: Tensor, old: Tensor, behaviour: Tensor, advantage: Tensor, segment: Tensor, *,
         reference: Tensor | None = None, entropy: Tensor | None = None, on_policy: Tensor | None = None,
-        lag: Tensor | None = None,
+        lag: Tensor | None = None, chosen: Tensor | None = None, elsewhere: Elsewhere | None = None,
     ) -> PerToken:  # fmt: skip
         """All arguments are [N]: log-probs of the sampled tokens, advantages, trajectories (int64), entropies in nats. ``current``
         and ``entropy`` carry the gradient; every other log-prob is a constant. ``on_policy`` (bool) marks replayed tokens treated
         as on-policy: their behaviour is ``old`` and their weight 1. ``lag`` (int64) is each token's version lag in steps, for the
-        metrics only. Raises ValueError when a positive coefficient lacks its input, and what a loss of your own raises."""
+        metrics only. ``chosen`` (bool): the tokens of ``top_entropy_quantile``. ``elsewhere``: the other tokens of trajectories
+        that are here in part. Raises ValueError when a setting lacks its input, and what a loss of your own raises."""
         settings, reference = self._settings, None if reference is None else reference.detach()
-        if settings.uses_kl and reference is None:
-            raise ValueError("kl_coef is positive, but the batch carries no reference log-probs")
+        self._check_inputs(reference, entropy, chosen)
         old, behaviour, advantage = old.detach(), behaviour.detach(), advantage.detach()
         if on_policy is not None:
             behaviour = torch.where(on_policy, old, behaviour)
         if reference is not None and settings.kl_term.where == "reward":
             advantage = advantage - self.coefficients.kl * to_go(estimate(old, reference, settings.kl_term.estimator), segment)
-        rule = settings.rule
-        inputs = LossInputs(current, correction.anchor(old, behaviour, rule), behaviour, advantage, segment, reference, entropy)
-        weights = correction.weights(inputs, old, rule)
-        out = self._surrogate(inputs)
+        tokens: dict[str, Any] = {
+            "current": current, "old": old, "behaviour": behaviour, "advantage": advantage, "segment": segment,
+            "reference": reference, "entropy": entropy,
+        }  # fmt: skip
+        inputs = self._inputs(tokens)
+        if elsewhere is None:
+            weights, out = correction.weights(inputs, old, settings.rule), self._surrogate(inputs)
+        else:
+            whole, here = elsewhere.beside(tokens)
+            whole_inputs = self._inputs(whole)
+            weights = _at(here, correction.weights(whole_inputs, whole["old"], settings.rule))
+            out = _at(here, self._surrogate(whole_inputs))
         metrics = LossMetrics.of(
             ratio=inputs.ratio, clips=out, capped=weights.bounded, mismatch=old - behaviour, mismatch_k3=k3(behaviour, old),
             kl=None if reference is None else k3(current.detach(), reference), entropy=entropy, lag=lag,
         )  # fmt: skip
-        rl = weights.weight * self._of_top_entropy(out.loss, entropy, segment)
+        rl = weights.weight * (out.loss if chosen is None else out.loss * chosen)
         if self.coefficients.entropy > 0 and entropy is not None:
             rl = rl - self.coefficients.entropy * entropy * ~weights.left_out
         return PerToken(rl, self._kl(inputs, weights), -current, metrics)
 
-    def _of_top_entropy(self, loss: Tensor, entropy: Tensor | None, segment: Tensor) -> Tensor:
-        """The surrogate [N], 0 outside of the tokens with the most entropy of each trajectory (arXiv:2506.01939)."""
-        share = self._settings.top_entropy_quantile
-        if (share < 1 or self._settings.uses_entropy) and entropy is None:
-            raise ValueError("entropy_coef or top_entropy_quantile is set, but no entropy was computed")
-        return loss if share == 1 or entropy is None else loss * top_entropy(entropy.detach(), segment, share)
+    def _inputs(self, tokens: Mapping[str, Any]) -> LossInputs:
+        """What surrogates and corrections see of ``tokens``."""
+        named = {name: value for name, value in tokens.items() if name != "old"}
+        return LossInputs(anchor=correction.anchor(tokens["old"], tokens["behaviour"], self._settings.rule), **named)
+
+    def _check_inputs(self, reference: Tensor | None, entropy: Tensor | None, chosen: Tensor | None) -> None:
+        settings = self._settings
+        if settings.uses_kl and reference is None:
+            raise ValueError("kl_coef is positive, but the batch carries no reference log-probs")
+        if settings.uses_entropy and entropy is None:
+            raise ValueError("entropy_coef is set, but no entropy was computed")
+        if settings.top_entropy_quantile < 1 and chosen is None:
+            raise ValueError("top_entropy_quantile is below 1, but no tokens were chosen by their entropy")
 
     def _kl(self, inputs: LossInputs, weights: correction.Weights) -> Tensor | None:
         term = self._settings.kl_term
@@ -99,21 +119,30 @@ class PolicyLoss:
         return importance(inputs.current, inputs.behaviour) * found * ~weights.masked
 
 
-def top_entropy(entropy: Tensor, segment: Tensor, share: float) -> Tensor:
-    """Bool [N]: the ``ceil(share * n)`` tokens with most ``entropy`` [N] of the n of a trajectory, the earlier of equal ones."""
-    chosen = torch.zeros_like(segment, dtype=torch.bool)
-    for number in segment.unique():
-        places = (segment == number).nonzero().flatten()
-        order = entropy[places].argsort(descending=True, stable=True)
-        chosen[places[order[: math.ceil(share * len(places) - 1e-9)]]] = True
-    return chosen
+def _at(places: Tensor, made: Made) -> Made:
+    """A dataclass of values [N] with those at ``places`` alone."""
+    found = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    return dataclasses.replace(made, **{name: None if of is None else of[places] for name, of in found.items()})
 
 
-def token_weights(segment: Tensor, settings: LossSettings, denominator: Denominator, group_tokens: Tensor | None = None) -> Tensor:
+def entropy_bound(entropies: Tensor, share: float) -> float:
+    """The entropy that the ``ceil(share * n)`` tokens with the most of the ``entropies`` [n] of an update have at least: these have
+    a policy gradient (arXiv:2506.01939, equation 5). Infinite without tokens."""
+    if not len(entropies):
+        return math.inf
+    rank = math.ceil(share * len(entropies) - 1e-9)
+    return float(entropies.sort(descending=True).values[rank - 1])
+
+
+def token_weights(
+    segment: Tensor, settings: LossSettings, denominator: Denominator, group_tokens: Tensor | None = None,
+    trajectory_tokens: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Returns weights [N] float32; ``(weights * loss).sum()``, summed over all micro-batches and ranks, is the loss of the update.
-    ``segment`` [N] int64 is the trajectory of each token, ascending; never split over micro-batches. ``group_tokens`` [N]: the loss
-    tokens of each token's group in the update, for prompt-mean. token-mean: DAPO (arXiv:2503.14476); seq-mean-token-mean: GRPO
-    (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783). Raises ValueError for an empty denominator."""
+    ``segment`` [N] int64 is the trajectory of each token. ``group_tokens`` [N]: the loss tokens of each token's group in the
+    update, for prompt-mean; ``trajectory_tokens`` [N]: those of its trajectory, where that has several sequences. token-mean: DAPO
+    (arXiv:2503.14476); seq-mean-token-mean: GRPO (arXiv:2402.03300); a number: Dr. GRPO (arXiv:2503.20783). Raises ValueError for
+    an empty denominator."""
     if denominator.tokens <= 0 or denominator.sequences <= 0:
         raise ValueError(f"an update over {denominator.tokens:g} tokens of {denominator.sequences:g} trajectories")
     ones = torch.ones(segment.shape, dtype=torch.float32, device=segment.device)
@@ -123,8 +152,9 @@ def token_weights(segment: Tensor, settings: LossSettings, denominator: Denomina
         case "seq-mean-token-sum":
             return ones / denominator.sequences
         case "seq-mean-token-mean":
-            first, last = (torch.searchsorted(segment, segment, right=right) for right in (False, True))
-            return ones / (denominator.sequences * (last - first))
+            if trajectory_tokens is None:
+                trajectory_tokens = torch.bincount(segment)[segment]
+            return ones / (denominator.sequences * trajectory_tokens)
         case "prompt-mean":
             if group_tokens is None or denominator.prompts <= 0:
                 raise ValueError("aggregation: prompt-mean needs the tokens of each group")

@@ -89,7 +89,8 @@ class LossSettings(SettingsModel):
     entropy_coef: float | AdaptiveEntropy = Field(0.0)
     """A bonus for entropy: 0 unless entropy collapses while rewards are poor, then 0.001 to 0.02. ``{target: 0.2}`` adapts it."""
     top_entropy_quantile: float = Field(1.0, gt=0, le=1)
-    """Share of each trajectory's tokens, those with the most entropy, that have a policy gradient (arXiv:2506.01939 has 0.2)."""
+    """Share of an update's tokens, those with the most entropy, that have a policy gradient (arXiv:2506.01939 has 0.2). Below 1
+    each update begins with one more forward pass, which finds the entropy from which tokens count."""
     correction: Literal["decoupled", "bypass", "none"] | Correction = "decoupled"
     """How the gap between the sampling engine and the trainer is corrected (section 2). decoupled: each token's weight is at most
     2; also right with stale trajectories and several updates per step, so keep it; bypass: the engine's log-probs are the old ones;
@@ -105,6 +106,12 @@ class LossSettings(SettingsModel):
     def uses_entropy(self) -> bool:
         """Whether the entropy has a gradient."""
         return self.entropy_coef != 0
+
+    @property
+    def looks_at_trajectories(self) -> bool:
+        """Whether a token's loss depends on the other tokens of its trajectory."""
+        rule = self.rule
+        return rule is not None and (rule.level != "token" or rule.veto is not None or rule.off_policy is not None)
 
     @property
     def adapts(self) -> bool:
@@ -160,6 +167,11 @@ class GspoLoss(LossSettings):
     aggregation: Aggregation = "seq-mean-token-mean"
     """As for the other losses; the paper averages trajectories."""
 
+    @property
+    def looks_at_trajectories(self) -> bool:
+        """Always: the ratio is the trajectory's."""
+        return True
+
 
 class CispoLoss(LossSettings):
     """CISPO (MiniMax-M1, arXiv:2506.13585, equation 4): the clipped ratio is a constant weight: no token loses its gradient."""
@@ -185,9 +197,9 @@ class DppoLoss(LossSettings):
     """DPPO with the binary total variation (arXiv:2602.04879): a token counts while its probability stays near the engine's."""
 
     kind: Literal["dppo"] = "dppo"
-    clip_low: float = Field(0.2, ge=0)
-    """How far a probability may fall below the engine's for a negative advantage."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_low: float = Field(0.15, ge=0)
+    """How far a probability may fall below the engine's for a negative advantage; the paper's. verl and prime-rl have 0.2."""
+    clip_high: float = Field(0.15, ge=0)
     """How far it may rise above for a positive one."""
     correction: Literal["bypass"] = "bypass"
     """The ratio is to the engine's log-probs; no other correction goes with it."""
@@ -202,6 +214,11 @@ class ReinforceLoss(LossSettings):
 class OwnLoss(LossSettings, Component):
     """A loss of your own beside these terms: a function of ``rayloop.grpo.losses.surrogates.LossInputs``, or a class with a method
     ``loss`` of one. It returns the loss of each token [N], or ``LossOutputs``."""
+
+    @property
+    def looks_at_trajectories(self) -> bool:
+        """It may."""
+        return True
 
 
 LOSS = Role("loss", ("loss",), takes("inputs", "loss", "Write loss(inputs), which returns the loss of each token [N]"))

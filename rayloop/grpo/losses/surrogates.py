@@ -1,8 +1,8 @@
 """The surrogates of the loss, a function for each kind: what a token costs before KL, entropy and aggregation. N is the number of
 sampled tokens of a micro-batch, one trajectory after the other."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ def importance(current: Tensor, other: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Of each token [N]: log-probs in nats, advantages, and ``segment``, int64 >= 0, the trajectory of the token. A trajectory is
-    never split over micro-batches. ``current`` and ``entropy`` carry the gradient, all others are constants. ``anchor``: the
-    log-probs in the ratio's denominator, the trainer's old ones or, with ``correction: bypass``, the engine's (``behaviour``)."""
+    """Of each token [N]: log-probs in nats, advantages, and ``segment``, int64 >= 0, the trajectory of the token. ``current`` and
+    ``entropy`` carry the gradient, all others are constants. ``anchor``: the log-probs in the ratio's denominator, the trainer's
+    old ones or, with ``correction: bypass``, the engine's (``behaviour``). A trajectory is here as a whole: tokens of its other
+    sequences, which have losses of their own elsewhere, are among the N without a gradient."""
 
     current: Tensor
     anchor: Tensor
@@ -47,6 +48,46 @@ class LossInputs:
     def total(self, values: Tensor) -> Tensor:
         """The sum of ``values`` [N] over each token's trajectory, at each token [N]."""
         return values.new_zeros(len(torch.bincount(self.segment))).index_add(0, self.segment, values)[self.segment]
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Constants [G] of tokens that a micro-batch lacks: those of a trajectory's other sequences, where an agent began again or an
+    episode forgot its images. ``segment``: the trajectory's number in the micro-batch."""
+
+    current: Tensor
+    old: Tensor
+    behaviour: Tensor
+    advantage: Tensor
+    segment: Tensor
+    reference: Tensor | None
+    entropy: Tensor
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Elsewhere":
+        """The same on ``device``."""
+        return Elsewhere(**{name: None if t is None else t.to(device, non_blocking=non_blocking) for name, t in self._tensors()})
+
+    @classmethod
+    def joined(cls, parts: Sequence["Elsewhere"]) -> "Elsewhere | None":
+        """All tokens of ``parts``; None of none."""
+        if not parts:
+            return None
+        columns = [[t for _, t in part._tensors()] for part in parts]
+        names = [field.name for field in fields(cls)]
+        whole = {name: None if of[0] is None else torch.cat(of) for name, of in zip(names, zip(*columns, strict=True), strict=True)}
+        return cls(**whole)
+
+    def beside(self, tokens: Mapping[str, Tensor | None]) -> tuple[dict[str, Tensor | None], Tensor]:
+        """``tokens`` (values [N] by the names of these fields) with these after them in each trajectory [N + G], and where the N
+        are among them."""
+        segment = tokens["segment"]
+        assert segment is not None
+        order = torch.cat([segment, self.segment]).argsort(stable=True)
+        made = {name: None if of is None else torch.cat([of, getattr(self, name)])[order] for name, of in tokens.items()}
+        return made, order.argsort()[: len(segment)]
+
+    def _tensors(self) -> list[tuple[str, Any]]:
+        return [(field.name, getattr(self, field.name)) for field in fields(self)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from torch import Tensor
 from rayloop.config.explain import members, models
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import Streams, Task, TrajectoryId
-from rayloop.engines.settings import FsdpSettings
 from rayloop.engines.training.fsdp import FsdpEngine
+from rayloop.engines.training.updates import count_denominators
 from rayloop.grpo.advantage import build_advantage, over_step, with_advantages
-from rayloop.grpo.losses.policy import STREAMS, Denominator, PolicyLoss
+from rayloop.grpo.losses.policy import STREAMS, Denominator, PolicyLoss, entropy_bound
 from rayloop.grpo.losses.settings import Aggregation, Correction, Estimator, KlTerm, LossChoice, LossSettings, OwnLoss
 from rayloop.grpo.settings import AdvantageChoice
 from tests.oracles import advantages as advantage_oracle
@@ -131,7 +131,18 @@ def random_update(seed: int, dtype: torch.dtype, *, streams: bool) -> Values:
     weights = WEIGHTS if streams else (Streams(),) * len(LENGTHS)
     values |= {name: torch.tensor([getattr(one, name) for one in weights], dtype=torch.float64)[segment] for name in STREAMS}
     whole = torch.tensor([sum(n for n, g in zip(LENGTHS, GROUPS, strict=True) if g == group) for group in GROUPS])
-    return {name: value.to(dtype) for name, value in values.items()} | {"segment": segment, "group_tokens": whole[segment]}
+    lengths = torch.bincount(segment)[segment]
+    return {name: value.to(dtype) for name, value in values.items()} | {
+        "segment": segment, "group_tokens": whole[segment], "trajectory_tokens": lengths,
+    }  # fmt: skip
+
+
+def with_chosen(values: Values, settings: LossSettings) -> Values:
+    """With the tokens of ``top_entropy_quantile``, as the trainer finds them over an update."""
+    if settings.top_entropy_quantile == 1:
+        return values
+    learning = values["entropy"][values["rl"] != 0]
+    return values | {"chosen": values["entropy"] >= entropy_bound(learning, settings.top_entropy_quantile)}
 
 
 def denominators(values: Values) -> dict[str, Denominator]:
@@ -140,9 +151,9 @@ def denominators(values: Values) -> dict[str, Denominator]:
     for number in range(len(LENGTHS)):
         here = (values["segment"] == number).nonzero()[:, 0]
         streams = Streams(*(float(values[name][here[0]]) for name in STREAMS))
-        samples.append(SimpleNamespace(predict=here, streams=streams, group_tokens=int(values["group_tokens"][here[0]])))
-    engine: Any = SimpleNamespace(_device=torch.device("cpu"), _settings=FsdpSettings())
-    return FsdpEngine._denominators(engine, samples)  # type: ignore[arg-type]
+        group_tokens = int(values["group_tokens"][here[0]])
+        samples.append(SimpleNamespace(predict=here, streams=streams, group_tokens=group_tokens, share=1.0))
+    return count_denominators(samples, 1, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 def ours(values: Values, loss: PolicyLoss, settings: LossSettings, update: dict[str, Denominator]) -> tuple[float, Tensor]:
@@ -152,7 +163,7 @@ def ours(values: Values, loss: PolicyLoss, settings: LossSettings, update: dict[
         _scorer=lambda batch, entropy: (current, batch.entropies), _policy_loss=loss, _loss_settings=settings
     )
     batch: Any = SimpleNamespace(
-        **{name: value for name, value in values.items() if name not in ("current", "entropy")},
+        **{"chosen": None, "elsewhere": None} | {name: of for name, of in values.items() if name not in ("current", "entropy")},
         entropies=entropy, on_policy=torch.zeros(len(current), dtype=torch.bool), lag=torch.zeros(len(current), dtype=torch.int64),
     )  # fmt: skip
     total, *_ = FsdpEngine._loss(engine, batch, update)
@@ -215,7 +226,7 @@ def measured(name: str) -> Row:
         loss = PolicyLoss(settings)
         expected_by = after_some_steps(loss, given, seed)
         for dtype in TYPES if seed < 3 else TYPES[:1]:
-            tokens = random_update(seed, dtype, streams=name.startswith("streams"))
+            tokens = with_chosen(random_update(seed, dtype, streams=name.startswith("streams")), settings)
             update = denominators(tokens)
             value, gradient = ours(tokens, loss, settings, update)
             expected, pull = theirs(tokens, expected_by)
