@@ -346,14 +346,15 @@ def summarize(trajectory: Trajectory, task: Task, seconds: float, image_token: i
         images=sum(len(turn.images) for turn in shown),
         observation_images=sum(len(turn.images) for turn in shown[first:]),
         images_consistent=image_tokens == sum(image.tokens for image in trajectory.images),
-        first_version=versions[0],
-        last_version=versions[-1],
+        first_version=min(versions),
+        last_version=max(versions),
         env_result=trajectory.env_result,
         seconds=seconds,
         prompt_tokens=sum(lengths[:first]),
         cut=any(turn.finish is FinishReason.LENGTH for turn in sampled),
         turn_rewards=tuple(turn.reward for turn in sampled),
         states=trajectory.states,
+        order=trajectory.order,
         spans=tuple(
             (name, *pair)
             for turn in trajectory.turns

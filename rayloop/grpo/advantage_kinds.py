@@ -36,17 +36,20 @@ class Rloo:
 
 
 class BatchScaled:
-    """The reward minus its group's mean, divided by one deviation of the whole step. ``of: advantages`` is REINFORCE++'s baseline
-    form (arXiv:2501.03262), ``of: rewards`` LitePPO's (arXiv:2508.08221; TRL's ``scale_rewards: batch``)."""
+    """The reward minus its group's mean, divided by one deviation of the whole step. ``centred`` is REINFORCE++'s baseline form
+    (arXiv:2501.03262); without it ScaleRL's (arXiv:2510.13786), and with ``of: rewards`` LitePPO's (arXiv:2508.08221; TRL's
+    ``scale_rewards: batch``)."""
 
     class Settings(SettingsModel):
         """Keys of ``with``."""
 
         of: Literal["advantages", "rewards"] = "advantages"
         """Whose deviation it is, over the trajectories that the step trains."""
+        centred: bool = False
+        """Subtract the mean of the step's advantages first: not 0 where filters left groups partial."""
 
     def __init__(self, settings: Settings) -> None:
-        self._of = settings.of
+        self._of, self._centred = settings.of, settings.centred
 
     def credits(self, members: Sequence[Member]) -> list[Credit]:
         """``r - mean``, before ``over_step``."""
@@ -55,8 +58,8 @@ class BatchScaled:
         return [Credit(value, base=base) for value, base in zip(values, bases, strict=True)]
 
     def over_step(self, steps: Sequence[Sequence[Credit]]) -> list[list[Credit]]:
-        """Divides by the unbiased deviation; zeros stay zeros."""
-        return _scaled(steps, [credit.base for group in steps for credit in group], centred=False)
+        """Divides by the unbiased deviation."""
+        return _scaled(steps, centred=self._centred)
 
 
 class Gdpo:
@@ -81,7 +84,7 @@ class Gdpo:
 
     def over_step(self, steps: Sequence[Sequence[Credit]]) -> list[list[Credit]]:
         """Subtracts the step's mean and divides by its unbiased deviation."""
-        return _scaled(steps, [credit.base for group in steps for credit in group], centred=True)
+        return _scaled(steps, centred=True)
 
 
 class MaxRl:
@@ -163,19 +166,20 @@ class Distill:
 
 
 def turn_returns(member: Member, gamma: float) -> list[float]:
-    """The discounted return of each sampled turn; the undiscounted one of the first is the trajectory's reward. Raises
-    AdvantageBroken for another number of rewards than of turns."""
+    """The discounted return of each sampled turn over what followed it in time; the undiscounted one of the first is the
+    trajectory's reward. Raises AdvantageBroken for another number of rewards than of turns."""
     turns = member.summary.turns
     steps = list(member.summary.turn_rewards) or [0.0] * turns
     if len(steps) != turns:
         raise AdvantageBroken(f"trajectory {member.summary.id} has {len(steps)} turn_rewards for {turns} sampled turns")
-    if steps:
-        steps[-1] += member.reward - sum(steps)
-    total, found = 0.0, list[float]()
-    for reward in reversed(steps):
-        total = reward + gamma * total
-        found.append(total)
-    return found[::-1]
+    order = member.summary.order or tuple(range(turns))
+    if order:
+        steps[order[-1]] += member.reward - sum(steps)
+    total, found = 0.0, [0.0] * turns
+    for turn in reversed(order):
+        total = steps[turn] + gamma * total
+        found[turn] = total
+    return found
 
 
 def _component(member: Member, name: str) -> float:
@@ -191,7 +195,9 @@ def _normalised(values: Sequence[float], by_deviation: bool = True) -> Sequence[
     return advantages(values, AdvantageSettings(normalize_std=by_deviation)).values if len(values) > 1 else [0.0] * len(values)
 
 
-def _scaled(steps: Sequence[Sequence[Credit]], bases: Sequence[float], *, centred: bool) -> list[list[Credit]]:
-    deviation = statistics.stdev(bases) + EPS if len(bases) > 1 else 1.0
-    mean = statistics.mean(bases) if centred and bases else 0.0
+def _scaled(steps: Sequence[Sequence[Credit]], *, centred: bool) -> list[list[Credit]]:
+    """The advantages, minus their mean where ``centred``, over the deviation of the credits' ``base``."""
+    credits = [credit for group in steps for credit in group]
+    deviation = statistics.stdev([credit.base for credit in credits]) + EPS if len(credits) > 1 else 1.0
+    mean = statistics.mean([credit.advantage for credit in credits]) if centred and credits else 0.0
     return [[dataclasses.replace(c, advantage=(c.advantage - mean) / deviation) for c in group] for group in steps]

@@ -47,8 +47,8 @@ ADVANTAGES: dict[str, tuple[str, dict[str, Any]]] = {
     "raw": (GRPO, {"min_group": 1, "singleton": "raw"}),
     "permuted": (GRPO, {"permuted": True}),
     "rloo": (f"{KINDS}:Rloo", {}),
-    "reinforce_pp": (f"{KINDS}:BatchScaled", {"of": "advantages"}),
-    "batch_std": (f"{KINDS}:BatchScaled", {"of": "rewards"}),
+    "reinforce_pp": (f"{KINDS}:BatchScaled", {"centred": True}),
+    "batch_std": (f"{KINDS}:BatchScaled", {}),
     "gdpo": (f"{KINDS}:Gdpo", {}),
     "maxrl": (f"{KINDS}:MaxRl", {}),
     "gigpo": (f"{KINDS}:Gigpo", {}),
@@ -73,10 +73,11 @@ class AdvantageChoice(Component):
     positive even when all are equal. chart_rvr: the population's deviation, 1 at least. raw: as grpo, and a lone sample's reward is
     its advantage (verl's original), for ``group_size: 1``. permuted: as grpo, with each group's rewards shuffled over its members
     first: a control from which nothing can be learned. rloo (arXiv:2402.14740): minus the mean of the others. reinforce_pp
-    (REINFORCE++ baseline, arXiv:2501.03262) and batch_std (arXiv:2508.08221): minus the group's mean, over the step's deviation of
-    these differences, or of the rewards. gdpo (arXiv:2601.05242): each component of ``with.weights`` by itself. maxrl
-    (arXiv:2602.02710): over the group's mean. gigpo (arXiv:2505.10978): also between turns of a group that saw the same screen.
-    turns: discounted returns of each turn. distill: the KL to the reference alone, without a group."""
+    (REINFORCE++ baseline, arXiv:2501.03262) and batch_std (ScaleRL, arXiv:2510.13786): minus the group's mean, over the step's
+    deviation of these differences, of which reinforce_pp first subtracts the step's mean. gdpo (arXiv:2601.05242): each component
+    of ``with.weights`` by itself. maxrl (arXiv:2602.02710): over the group's mean. gigpo (arXiv:2505.10978): also between turns of
+    a group that saw the same screen. turns: discounted returns of each turn. distill: the KL to the reference alone, without a
+    group."""
 
     @model_validator(mode="before")
     @classmethod

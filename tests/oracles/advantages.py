@@ -78,9 +78,15 @@ def maxrl(group: Group) -> list[float]:
     return [0.0 if middle == 0 else (one.reward - middle) / middle for one in group]
 
 
-def over_the_step(step: Step, of: Callable[[Group], list[float]]) -> list[list[float]]:
-    """The reward minus its group's mean, over one deviation of the whole step."""
-    divisor = std([value for group in step for value in of(group)]) + EPS
+def reinforce_pp(step: Step) -> list[list[float]]:
+    """arXiv:2501.03262, with baseline: the reward minus its group's mean, normalised over the step."""
+    everything = [value for group in step for value in dr_grpo(group)]
+    return [[(value - mean(everything)) / (std(everything) + EPS) for value in dr_grpo(group)] for group in step]
+
+
+def scalerl(step: Step) -> list[list[float]]:
+    """arXiv:2510.13786: the reward minus its group's mean, over the deviation of all of these."""
+    divisor = std([value for group in step for value in dr_grpo(group)]) + EPS
     return [[value / divisor for value in dr_grpo(group)] for group in step]
 
 
@@ -133,7 +139,7 @@ PER_GROUP: dict[str, Callable[[Group], list[float] | list[list[float]]]] = {
     "turns": turns, "gigpo": gigpo, "distill": lambda group: [0.0] * len(group),
 }  # fmt: skip
 OVER_STEP: dict[str, Callable[[Step], list[list[float]]]] = {
-    "reinforce_pp": lambda step: over_the_step(step, dr_grpo),
-    "batch_std": lambda step: over_the_step(step, lambda group: [one.reward for one in group]),
+    "reinforce_pp": reinforce_pp,
+    "batch_std": scalerl,
     "gdpo": lambda step: gdpo(step, WEIGHTS),
 }

@@ -159,7 +159,12 @@ LOSSES: dict[str, tuple[str, dict[str, Any], Config, str]] = {
     "gspo": ("gspo", {"correction": "none"}, Config(clip_ratio_low=3e-4, clip_ratio_high=4e-4), "old"),
     "cispo": ("cispo", {"correction": "none"}, Config(clip_ratio_low=1.0, clip_ratio_high=4.0), "old"),
     "sapo": ("sapo", {"correction": "none"}, Config(), "old"),
-    "dppo": ("dppo_tv", {}, Config(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=20.0), "behaviour"),
+    "dppo": (
+        "dppo_tv",
+        {"clip_low": 0.2, "clip_high": 0.2},
+        Config(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=20.0),
+        "behaviour",
+    ),
 }
 """Ours: verl's name, our settings, its configuration, and the log-probs that it gets as the old ones."""
 
@@ -277,7 +282,7 @@ def test_a_lone_sample_is_verls(verl: SimpleNamespace) -> None:
 def test_a_scale_over_the_step_is_verls_but_for_its_tokens(kind: str, function: str, verl: SimpleNamespace) -> None:
     """Ours differs on purpose: verl's deviation is over the tokens of the step, so that long answers set the scale and a trajectory
     counts as often as it has tokens; the papers' is over trajectories. Over answers of one length they differ by Bessel's
-    correction alone, n * length against n. verl subtracts the tokens' mean too, which is 0 while groups are whole."""
+    correction alone, n * length against n."""
     with_ = {"weights": {"iou": 1.0, "format": 0.5}} if kind == "gdpo" else {}
     n, length = len(INDEX), 3
     more: dict[str, Any] = {}

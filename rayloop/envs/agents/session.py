@@ -86,8 +86,8 @@ class Session:
             raise EnvironmentFailed(why, bug=True)
         asked, images = self._request, (image for one in self._answered for image in one.images)
         data = {image.ref.sha256: image.data for image in images if image.data is not None}
-        turns = turns_of(self._answered, self._rewards)
-        return Trajectory(asked.id, asked.attempt, asked.task.id, asked.seed, turns, self.sampling, reason, result, data)
+        turns, order = turns_of(self._answered, self._rewards)
+        return Trajectory(asked.id, asked.attempt, asked.task.id, asked.seed, turns, self.sampling, reason, result, data, order)
 
     async def _chat(self, asked: ChatRequest) -> dict[str, Any]:
         s, choices = self._settings, asked.n or 1
@@ -143,19 +143,21 @@ class Session:
             self.failed.set_result(error)
 
 
-def turns_of(answered: Sequence[Conversation], rewards: dict[str, float]) -> tuple[Turn, ...]:
-    """The turns of all conversations, each sampled one once. A conversation that does not continue the one before it begins with a
-    restart: the tokens that it shares with earlier ones are its context."""
+def turns_of(answered: Sequence[Conversation], rewards: dict[str, float]) -> tuple[tuple[Turn, ...], tuple[int, ...]]:
+    """The turns of all conversations, each sampled one once, and ``Trajectory.order``: conversations are ``answered`` in time. One
+    that does not continue the one before it begins with a restart: the tokens that it shares with earlier ones are its context."""
     continued = {conversation.continues for conversation in answered}
     paid = {id(one.turns[-1]): rewards[one.name] for one in answered if one.name in rewards}
-    turns, emitted = list[Turn](), set[int]()
+    turns, places = list[Turn](), dict[int, int]()
     for leaf in (one for one in answered if one.name not in continued):
-        known = max((number for number, turn in enumerate(leaf.turns, 1) if id(turn) in emitted), default=0)
+        known = max((number for number, turn in enumerate(leaf.turns, 1) if id(turn) in places), default=0)
         if turns:
             before = leaf.turns[:known]
             tokens = tuple(token for turn in before for token in turn.token_ids)
             turns.append(Turn("context", tokens, tuple(image for turn in before for image in turn.images), restart=True))
         for turn in leaf.turns[known:]:
             turns.append(dataclasses.replace(turn, reward=paid[id(turn)]) if id(turn) in paid else turn)
-        emitted |= {id(turn) for turn in leaf.turns if turn.sampled}
-    return tuple(turns)
+            if turn.sampled:
+                places[id(turn)] = len(places)
+    order = tuple(places[id(one.turns[-1])] for one in answered)
+    return tuple(turns), () if order == tuple(sorted(order)) else order

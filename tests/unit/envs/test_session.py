@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from rayloop.chat.openai.api import ChatRequest
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import DataFailure, EnvironmentFailed, OverLongPrompt, WorkerLost
+from rayloop.core.groups import Member, Scored
 from rayloop.core.types import (
     Completion,
     EndReason,
@@ -29,7 +31,9 @@ from rayloop.core.types import (
 )
 from rayloop.envs.agents.endpoint import Endpoint
 from rayloop.envs.agents.session import Session
+from rayloop.envs.episode import summarize
 from rayloop.envs.settings import EpisodeSettings
+from rayloop.grpo.advantage_kinds import turn_returns
 
 RENDERER = Renderer(ModelSettings(path=str(Path(__file__).parents[3] / "recipes/arc_vision/loose")))
 
@@ -279,3 +283,33 @@ def test_the_endpoints_sockets_name_their_protocol() -> None:
         endpoint.end()
 
     talk(script)
+
+
+def test_turns_stand_by_conversation_and_know_their_order_in_time() -> None:
+    """A main agent asks a sub-agent, which answers twice, and goes on; each answer is of newer weights."""
+
+    async def script(agent: Talk) -> None:
+        first = await agent.say([user("main")])
+        second = await agent.say([user("for the sub-agent")])
+        await agent.say([user("for the sub-agent"), said(second), user("go on")])
+        await agent.say([user("main"), said(first), user("the sub-agent said ...")])
+
+    played = talk(script).trajectory()
+    asked = [int(RENDERER.decode(turn.token_ids).split()[-1]) for turn in played.sampled_turns]
+    assert asked == [2, 3, 1, 4]
+    assert played.order == (2, 0, 1, 3)
+    turns = iter([replace(turn, version=Version(0, n)) for turn, n in zip(played.sampled_turns, asked, strict=True)])
+    played = replace(played, turns=tuple(next(turns) if turn.sampled else turn for turn in played.turns))
+    summary = summarize(played, Task("t", ()), 1.0, RENDERER.image_token)
+    assert (summary.first_version, summary.last_version) == (Version(0, 1), Version(0, 4))
+    returns = turn_returns(Member(summary, Scored(1.0)), 0.95)
+    assert dict(zip(asked, returns, strict=True)) == pytest.approx({1: 0.95**3, 2: 0.95**2, 3: 0.95, 4: 1.0})
+
+
+def test_turns_that_stand_as_they_were_asked_need_no_order() -> None:
+    async def script(agent: Talk) -> None:
+        first = await agent.say([user("one")])
+        await agent.say([user("one"), said(first), user("two")])
+        await agent.say([user("anew")])
+
+    assert talk(script).trajectory().order == ()

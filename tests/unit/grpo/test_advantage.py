@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
+from dataclasses import replace
+from statistics import mean, stdev
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from rayloop.config.explain import members
 from rayloop.core.failures import ConfigError
 from rayloop.core.groups import Status, TrajectoryState
-from rayloop.grpo.advantage import advantages, build_advantage, with_advantages
+from rayloop.grpo.advantage import advantages, build_advantage, over_step, with_advantages
 from rayloop.grpo.settings import ADVANTAGES, AdvantageChoice, AdvantageSettings
 from tests.unit.groups import make_group
 
@@ -177,3 +179,31 @@ def test_every_formula_is_a_choice() -> None:
     assert AdvantageChoice.model_validate({}).kind == "grpo"
     (names,) = members(AdvantageChoice.model_fields["kind"].annotation)
     assert set(ADVANTAGES) == set(get_args(names))
+
+
+STEP = ((1.0, 0.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0))
+
+
+def over_the_step(kind: str, with_: dict[str, Any], *, without: int = 0) -> list[float]:
+    """The advantages of ``STEP``, of which the first ``without`` members are filtered."""
+    how = build_advantage(AdvantageChoice.model_validate({"kind": kind, "with": with_}))
+    groups = [with_advantages(make_group(number, rewards), how) for number, rewards in enumerate(STEP)]
+    gone = {i: replace(groups[0].members[i], status=Status(TrajectoryState.FILTERED, "x")) for i in range(without)}
+    return [m.advantage or 0.0 for g in over_step([groups[0].map(gone), *groups[1:]], how) for m in g.kept]
+
+
+def test_batch_std_divides_by_the_deviation_of_the_steps_advantages() -> None:
+    """ScaleRL's (arXiv:2510.13786); LitePPO's is that of the rewards."""
+    differences = [reward - mean(group) for group in STEP for reward in group]
+    assert (
+        over_the_step("batch_std", {})[0] == pytest.approx(0.75 / stdev(differences), rel=1e-5) == pytest.approx(1.6583, abs=1e-4)
+    )
+    rewards = [reward for group in STEP for reward in group]
+    assert over_the_step("batch_std", {"of": "rewards"})[0] == pytest.approx(0.75 / stdev(rewards), rel=1e-5)
+
+
+def test_reinforce_pp_subtracts_the_steps_mean_which_partial_groups_have() -> None:
+    assert over_the_step("reinforce_pp", {}) == pytest.approx(over_the_step("batch_std", {}))
+    partial = over_the_step("reinforce_pp", {}, without=1)
+    assert mean(partial) == pytest.approx(0.0, abs=1e-12)
+    assert mean(over_the_step("batch_std", {}, without=1)) < -0.05
