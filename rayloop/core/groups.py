@@ -70,6 +70,11 @@ class Credit:
         values = tuple(turns)
         return cls(sum(values) / max(1, len(values)), values)
 
+    @property
+    def teaches(self) -> bool:
+        """Whether some token has an advantage other than 0."""
+        return any(self.turns or (self.advantage,))
+
 
 class TrajectoryState(StrEnum):
     """The state of a trajectory id in the ledger. Everything after READY is final."""

@@ -74,7 +74,8 @@ class CollapseSettings(SettingsModel):
     """Share of trajectories that the policy ended itself (``end_reason/done``), by an answer or its last action; the others ran out
     of turns or tokens, or broke off. Lower it for tasks that few attempts finish."""
     equal_groups: Limit = Limit(warn=0.9)
-    """Share of groups whose rewards are all equal: they have no gradient. Lower ``warn`` when generation costs most."""
+    """Share of groups whose advantages are all 0, as where rewards are all equal: they have no gradient. Lower ``warn`` when
+    generation costs most."""
     all_right: Limit = Limit(warn=0.8)
     """Share of groups of which every answer is right (reward 1 or above): the rows are too easy. Lower it to change rows sooner."""
     all_wrong: Limit = Limit(warn=0.8)
@@ -141,7 +142,7 @@ class Collapse:
                 "broke off: look at what they do instead of answering (end_reason/...)"
             )
         means = {
-            EQUAL: "rewards that are all equal: they teach nothing",
+            EQUAL: "advantages that are all 0: they teach nothing",
             RIGHT: "only right answers: take harder rows",
             WRONG: "only wrong answers: take easier rows first",
         }

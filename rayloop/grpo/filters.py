@@ -39,14 +39,26 @@ RIGHT, WRONG = 1.0, 0.0
 
 
 class EqualRewards(SettingsModel):
-    """Group filter: rewards that are all equal teach nothing. Counted as all_right, all_wrong or all_equal."""
+    """Group filter: a group without contrast, whose advantages are all 0, teaches nothing. With most kinds of advantage that is one
+    of equal rewards; gdpo, gigpo and turns find more in it. Counted as all_right, all_wrong or all_equal."""
 
     kind: Literal["equal_rewards"] = "equal_rewards"
 
     def refused(self, group: Group) -> Mapping[int, str]:
         """All kept members, or none. A lone sample has nothing to be equal to, and stays."""
-        reason = equality([member.reward for member in group.kept])
+        reason = without_contrast(group.kept)
         return {i: reason for i, member in enumerate(group.members) if member.kept} if reason else {}
+
+
+def without_contrast(members: Sequence[Member]) -> str:
+    """all_right, all_wrong or all_equal when no policy gradient follows from any of these members of a group; "" when one does, and
+    where the advantage leaves the policy gradient out. Raises ValueError for a member without an advantage."""
+    credits = [member.credit for member in members if member.credit is not None]
+    if len(credits) < len(members):
+        raise ValueError("a member has no advantage yet: filters come after advantages")
+    if len(credits) < 2 or any(credit.teaches or not credit.streams.rl for credit in credits):
+        return ""
+    return equality([member.reward for member in members]) or "all_equal"
 
 
 def equality(rewards: Sequence[float]) -> str:

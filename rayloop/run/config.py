@@ -358,13 +358,21 @@ def _advantage_problems(c: RunConfig) -> Any:
         yield f"policy.loss.kl: {loss.kl} has not the gradient that advantage.kind: distill follows; set k2 or k3+"
     if kind == "distill" and loss.uses_entropy:
         yield "policy.loss.entropy_coef is part of the policy gradient, which advantage.kind: distill leaves out; set it to 0"
-    if kind == "distill" and any(getattr(one, "kind", "") == "equal_rewards" for one in c.algorithm.filtering.filters):
-        yield "advantage.kind: distill learns from equal rewards too; set algorithm.filtering.filters to []"
     most = c.algorithm.target * c.policy.update.epochs / 5
     if isinstance(loss.kl_coef, AdaptiveKl) and loss.kl_coef.horizon <= most:
         yield f"policy.loss.kl_coef.horizon: {loss.kl_coef.horizon:g} can take the coefficient to 0 at once; set it above {most:g}"
-    if loss.kl_term.where == "reward" and c.environment.episode.when_full == "forget":
-        yield "policy.loss.kl in the reward needs whole trajectories: set environment.episode.when_full to end, not forget"
+    if loss.uses_kl and loss.kl_term.where == "reward":
+        yield from _begins_again(c.environment)
+
+
+def _begins_again(environment: EnvironmentSettings) -> Any:
+    """Why trajectories may have several sequences, over which KL in the reward has no return."""
+    needs = "policy.loss.kl in the reward needs trajectories of one sequence"
+    if environment.episode.when_full == "forget":
+        yield f"{needs}: set environment.episode.when_full to end, not forget"
+    for kind in (environment.episode.environment, *environment.kinds.values()):
+        if kind.leads:
+            yield f"{needs}, and an agent ({kind.name}) may begin again: leave `in: reward` out"
 
 
 def _reference_problems(c: RunConfig) -> Any:

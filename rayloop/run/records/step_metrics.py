@@ -8,7 +8,7 @@ from typing import Any
 
 from rayloop.core.groups import Group, Member, Scored
 from rayloop.core.types import EndReason, Summary
-from rayloop.grpo.filters import equality
+from rayloop.grpo.filters import equality, without_contrast
 from rayloop.measure.intervals import calibration_error
 
 
@@ -72,16 +72,35 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
 
 
 def _equal_groups(finished: Sequence[Group]) -> dict[str, float]:
-    """Over groups with two fresh scored members at least, whatever the filters made of them: those that taught nothing."""
-    rewards = [[m.outcome.value for m in group.members if isinstance(m.outcome, Scored) and not m.replayed] for group in finished]
-    found = [equality(values) for values in rewards if len(values) > 1]
-    if not found:
+    """Over groups with two fresh scored members at least, whatever the filters made of them: those that taught nothing, and those
+    of which every answer was right or wrong."""
+    groups, answers = list[Sequence[Member]](), list[str]()
+    for group in finished:
+        scored = [m for m in group.members if isinstance(m.outcome, Scored)]
+        fresh = [m.reward for m in scored if not m.replayed]
+        if len(fresh) > 1:
+            groups.append([m for m in scored if m.credit is not None])
+            answers.append(equality(fresh))
+    if not groups:
         return {}
     return {
-        "rollout/equal_rewards": mean(float(reason != "") for reason in found),
-        "rollout/all_right": mean(float(reason == "all_right") for reason in found),
-        "rollout/all_wrong": mean(float(reason == "all_wrong") for reason in found),
+        "rollout/equal_rewards": mean(float(without_contrast(members) != "") for members in groups),
+        "rollout/all_right": mean(float(found == "all_right") for found in answers),
+        "rollout/all_wrong": mean(float(found == "all_wrong") for found in answers),
+        **_shared_states(finished),
     }
+
+
+def _shared_states(finished: Sequence[Group]) -> dict[str, float]:
+    """Of the turns after each trajectory's first one, whose screens the policy's own actions brought, those that begin at a state
+    at which another turn of the group begins: what GiGPO compares (arXiv:2505.10978). Nothing where no turn is of that kind."""
+    shared = turns = 0
+    for group in finished:
+        later = [m.summary.states[1:] for m in group.members if isinstance(m.outcome, Scored)]
+        seen = Counter(state for states in later for state in states)
+        turns += seen.total()
+        shared += sum(times for times in seen.values() if times > 1)
+    return {"rollout/shared_states": shared / turns} if turns else {}
 
 
 def _seconds_in(summary: Summary, *names: str) -> float:

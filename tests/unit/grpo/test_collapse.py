@@ -12,8 +12,10 @@ from rayloop.core.events import Event
 from rayloop.core.failures import AlarmStopped
 from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
+from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.alarms import Alarms, AlarmSettings
 from rayloop.grpo.collapse import DONE, ENTROPY, EQUAL, LENGTH, RIGHT, STEPS, WRONG
+from rayloop.grpo.settings import AdvantageSettings
 from rayloop.run.records.step_metrics import Collected, step_metrics
 
 WELL = {ENTROPY: 0.6, LENGTH: 38.0, DONE: 0.9, EQUAL: 0.3, RIGHT: 0.1, WRONG: 0.2}
@@ -45,7 +47,7 @@ def test_a_run_that_is_well_says_nothing() -> None:
         ("entropy", ENTROPY, 0.001, "entropy is 0.001 nats per token, mean of 5 steps"),
         ("response_length", LENGTH, 10.0, "answers have 21 tokens, mean of 5 steps, and had 38 at first"),
         ("completed", DONE, 0.1, "26% of the last 5 steps' trajectories were completed"),
-        ("equal_groups", EQUAL, 0.95, "95% of the last 5 steps' groups have rewards that are all equal"),
+        ("equal_groups", EQUAL, 0.95, "95% of the last 5 steps' groups have advantages that are all 0"),
         ("all_right", RIGHT, 0.9, "90% of the last 5 steps' groups have only right answers"),
         ("all_wrong", WRONG, 0.9, "90% of the last 5 steps' groups have only wrong answers"),
     ],
@@ -150,10 +152,11 @@ def group(*outcomes: Outcome, replayed: bool = False) -> Group:
     summary = Summary(TrajectoryId(1, 0), 0, "t", "", EndReason.DONE, 9, 3, 1, 0, 0, True, version, version)
     members = tuple(Member(summary, outcome) for outcome in outcomes)
     extra = (Member(summary, Scored(1.0), replayed=True),) if replayed else ()
-    return Group(1, Task("t", ()), (*extra, *members))
+    return with_advantages(Group(1, Task("t", ()), (*extra, *members)), AdvantageSettings())
 
 
 def test_groups_that_teach_nothing_are_counted_before_any_filter() -> None:
+    """A stored success gives a group of failures something to teach; its fresh answers are all wrong nonetheless."""
     groups = (
         group(Scored(1.0), Scored(1.5)),
         group(Scored(1.0), Scored(1.0)),
@@ -163,5 +166,5 @@ def test_groups_that_teach_nothing_are_counted_before_any_filter() -> None:
         group(Scored(0.0), Unscored(UnscoredKind.TIMEOUT)),
     )
     found = step_metrics(Collected((), groups), target=4)
-    assert (found[EQUAL], found[RIGHT], found[WRONG]) == (3 / 5, 1 / 5, 1 / 5)
+    assert (found[EQUAL], found[RIGHT], found[WRONG]) == (2 / 5, 1 / 5, 1 / 5)
     assert EQUAL not in step_metrics(Collected((), groups[-1:]), target=4)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayloop.core.failures import GenerationBudgetSpent
-from rayloop.core.groups import Group, Status, TrajectoryState
-from rayloop.core.types import EndReason, TrajectoryId, Version
-from rayloop.grpo.advantage import with_advantages
+from rayloop.core.groups import Group, Scored, Status, TrajectoryState
+from rayloop.core.types import EndReason, Task, TrajectoryId, Version
+from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import EqualRewards, ImagesConsistent, KeepEndReasons, MaxLength, PositiveNegativeAdvantage, ToolImage
 from rayloop.grpo.selection import apply_filters, enough, select
-from rayloop.grpo.settings import AdvantageSettings, FilteringSettings
-from tests.unit.groups import make_group
+from rayloop.grpo.settings import AdvantageChoice, AdvantageSettings, FilteringSettings
+from rayloop.run.records.step_metrics import Collected, step_metrics
+from tests.unit.groups import make_group, make_member
 
 ALL = (EqualRewards(), ToolImage(), ImagesConsistent(), MaxLength(tokens=10), KeepEndReasons(), PositiveNegativeAdvantage())
 
@@ -54,6 +56,57 @@ def test_equal_rewards_are_counted_by_what_they_are(rewards: list[float], reason
     assert [m.status for m in apply_filters(scored(0, rewards), (EqualRewards(),)).members] == [
         Status(TrajectoryState.FILTERED, reason)
     ] * 2
+
+
+EQUAL_REWARDS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "gdpo": ({"weights": {"a": 1.0, "b": 0.5}}, [{"components": {"a": 1.0, "b": 0.0}}, {"components": {"a": 0.2, "b": 0.8}}]),
+    "gigpo": ({}, [{"turns": 2, "states": ("x", "y")}, {"turns": 3, "states": ("x", "z", "y")}]),
+    "turns": ({}, [{"turns": 2}, {"turns": 3}]),
+    "distill": ({}, [{}, {}]),
+    "grpo": ({}, [{}, {}]),
+    "rloo": ({}, [{}, {}]),
+    "reinforce_pp": ({}, [{}, {}]),
+    "batch_std": ({}, [{}, {}]),
+    "maxrl": ({}, [{}, {}]),
+}
+TEACH = ("gdpo", "gigpo", "turns", "distill")
+"""Kinds that learn from these groups, all of whose rewards are 1."""
+
+
+@pytest.mark.parametrize("kind", EQUAL_REWARDS)
+def test_a_group_of_equal_rewards_stays_where_its_advantage_teaches(kind: str) -> None:
+    with_, members = EQUAL_REWARDS[kind]
+    how = build_advantage(AdvantageChoice.model_validate({"kind": kind, "with": with_}))
+    made = tuple(
+        make_member(TrajectoryId(0, i), Scored(1.0, one.pop("components", {})), **one) for i, one in enumerate(map(dict, members))
+    )
+    group = with_advantages(Group(0, Task("t", ()), made), how)
+    kept = apply_filters(group, (EqualRewards(),)).kept
+    assert len(kept) == (2 if kind in TEACH else 0)
+    equal = step_metrics(Collected((), (group,)), target=2)["rollout/equal_rewards"]
+    assert equal == (0.0 if kind in TEACH else 1.0)
+
+
+def test_rewards_within_the_tolerance_are_a_group_without_contrast() -> None:
+    group = with_advantages(make_group(0, [0.5, 0.55]), AdvantageSettings(tolerance=0.1))
+    assert reasons(apply_filters(group, (EqualRewards(),))) == ["all_equal", "all_equal"]
+
+
+def test_a_filter_that_asks_for_advantages_says_when_there_are_none() -> None:
+    with pytest.raises(ValueError, match="filters come after advantages"):
+        apply_filters(make_group(0, [1.0, 1.0]), (EqualRewards(),))
+
+
+def test_turns_that_share_a_state_are_counted_beside_the_first_ones() -> None:
+    """Of three and one later turns two share a screen; the first turn of both began at the prompt."""
+
+    def shared(*states: tuple[str, ...]) -> dict[str, float]:
+        made = [make_member(TrajectoryId(0, i), Scored(float(i)), turns=len(s), states=s) for i, s in enumerate(states)]
+        return step_metrics(Collected((), (Group(0, Task("t", ()), tuple(made)),)), target=2)
+
+    assert shared(("p", "a", "b", "c"), ("p", "a"))["rollout/shared_states"] == 0.5
+    assert shared(("p", "12:00", "12:01"), ("p", "12:02"))["rollout/shared_states"] == 0.0
+    assert "rollout/shared_states" not in shared(("p",), ("p",))
 
 
 def test_different_rewards_and_lone_samples_pass_the_group_filter() -> None:

@@ -12,6 +12,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig, read
 
 DISTILL = {"algorithm.advantage.kind": "distill", "algorithm.filtering.filters": [], "reference.path": "teacher"}
+HARNESS = {"use": "rayloop.envs.harness:Harness", "with": {"run": "mine:play"}}
 K2 = {"policy.loss.kl_coef": 1.0, "policy.loss.kl": "k2"}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -25,11 +26,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (DISTILL | {"policy.loss.kl_coef": 1.0, "reference.path": None}, "set reference.path to the teacher"),
     (DISTILL | {"policy.loss.kl_coef": 1.0}, "policy.loss.kl: k3 has not the gradient that .* set k2"),
     (DISTILL | {"policy.loss": {"kl_coef": 1.0, "kl": {"estimator": "k2", "in": "reward"}}}, "has not the gradient"),
-    (DISTILL | K2 | {"algorithm.filtering.filters": [{"kind": "equal_rewards"}]}, "set algorithm.filtering.filters to"),
     (DISTILL | K2 | {"policy.loss.entropy_coef": 0.01}, "policy.loss.entropy_coef is part of the policy gradient, .* set it to 0"),
     (
         {"policy.loss": {"kl_coef": 0.1, "kl": {"in": "reward"}}, "environment.episode.when_full": "forget"},
-        "policy.loss.kl in the reward needs whole trajectories: set environment.episode.when_full to end",
+        "policy.loss.kl in the reward needs trajectories of one sequence: set environment.episode.when_full to end",
+    ),
+    (
+        {"policy.loss": {"kl_coef": 0.1, "kl": {"in": "reward"}}, "environment.episode.environment": HARNESS},
+        r"needs trajectories of one sequence, and an agent \(Harness\) may begin again: leave `in: reward` out",
+    ),
+    (
+        {"policy.loss": {"kl_coef": 0.1, "kl": {"in": "reward"}}, "environment.kinds": {"agent": HARNESS}},
+        r"an agent \(Harness\) may begin again",
     ),
     (
         {"policy.loss.kl_coef": {"start": 0.1, "target": 0.05, "horizon": 10}},
@@ -60,6 +68,7 @@ TAKEN: list[dict[str, Any]] = [
     {"algorithm.advantage": {"kind": "gigpo", "with": {"gamma": 0.9, "omega": 0.5}}, "environment.episode.max_turns": 4},
     {"algorithm.advantage": {"kind": "gdpo", "with": {"weights": {"iou": 1.0, "format": 0.5}}}},
     DISTILL | K2 | {"algorithm.group_size": 1},
+    DISTILL | K2 | {"algorithm.filtering.filters": [{"kind": "equal_rewards"}]},
     DISTILL | {"policy.loss": {"kl_coef": 1.0, "kl": {"estimator": "k3", "unbiased": True}}},
     {"policy.loss.kl_coef": {"start": 0.1, "target": 0.05}},
 ]
