@@ -35,8 +35,8 @@ class ShapedReward:
         ngram: int = Field(3, ge=1)
         """Words of an n-gram."""
         length: float = Field(0.0, ge=0)
-        """The penalty of an answer of ``max_tokens`` in a group that is always right; others have it times their share of
-        ``max_tokens`` and the group's share of right answers (reward above 0), as prime-rl has it. 0: none."""
+        """The penalty of the longest answer of a group, times the group's mean reward (where that is above 0); a shorter answer
+        has its share of those tokens of it. As prime-rl (559b447) has it for sampled tokens. 0: none."""
 
         @model_validator(mode="after")
         def _room(self) -> Self:
@@ -69,13 +69,14 @@ class ShapedReward:
     async def score_group(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[Outcome]:
         """The outcomes of a group, with ``length``."""
         outcomes = [await self._score(t, task, context) for t, context in zip(trajectories, contexts, strict=True)]
-        right = [outcome.components.get("unshaped", outcome.value) > 0 for outcome in outcomes if isinstance(outcome, Scored)]
-        share = statistics.mean(map(float, right)) if right else 0.0
-        s = self._settings
+        scored = [(t, outcome) for t, outcome in zip(trajectories, outcomes, strict=True) if isinstance(outcome, Scored)]
+        if not self._settings.length or not scored:
+            return outcomes
+        reward = max(0.0, statistics.mean(outcome.components.get("unshaped", outcome.value) for _, outcome in scored))
+        longest = max(1, *(sampled(t) for t, _ in scored))
+        most = -self._settings.length * reward
         return [
-            _with(outcome, {"length": -s.length * share * min(1.0, sampled(t) / s.max_tokens)})
-            if isinstance(outcome, Scored) and s.length
-            else outcome
+            _with(outcome, {"length": most * sampled(t) / longest}) if isinstance(outcome, Scored) else outcome
             for outcome, t in zip(outcomes, trajectories, strict=True)
         ]
 

@@ -50,11 +50,24 @@ def test_repetition_counts_word_n_grams_that_occurred_before() -> None:
     assert outcome.value == pytest.approx(1 - 0.5 * 3 / 5)
 
 
-def test_length_costs_more_where_the_group_is_mostly_right() -> None:
-    outcomes = scored(["1", "1", "0", "lost"], [50, 200, 100, 10], length=0.3)
+def test_length_costs_its_share_of_the_groups_longest_times_its_mean_reward() -> None:
+    outcomes = scored(["1", "1", "0.25", "lost"], [100, 200, 400, 900], length=0.5)
     values = [outcome.value for outcome in outcomes if isinstance(outcome, Scored)]
-    assert values == pytest.approx([1 - 0.3 * (2 / 3) * 0.5, 1 - 0.3 * 2 / 3, -0.3 * 2 / 3])
+    assert values == pytest.approx([1 - 0.5 * 0.75 / 4, 1 - 0.5 * 0.75 / 2, 0.25 - 0.5 * 0.75])
     assert outcomes[3] == Unscored(UnscoredKind.TIMEOUT)
+
+
+def test_length_is_never_paid_for() -> None:
+    """A group whose mean reward is below 0 would otherwise be paid by the token."""
+    values = [outcome.value for outcome in scored(["-1", "-1"], [100, 200], length=0.5) if isinstance(outcome, Scored)]
+    assert values == [-1.0, -1.0]
+
+
+def test_length_comes_after_the_other_penalties_and_looks_at_the_unshaped_reward() -> None:
+    (outcome,) = scored(["1"], [90], overlong=20, length=0.5)
+    assert isinstance(outcome, Scored)
+    assert outcome.components == {"word": 1.0, "unshaped": 1.0, "overlong": -0.5, "length": -0.5}
+    assert outcome.value == 0.0
 
 
 def test_a_part_longer_than_the_whole_is_refused() -> None:
