@@ -10,7 +10,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.launch.restarts import supervised
 from rayloop.run.config import read
 from rayloop.run.folder import RunFolder
-from rayloop.run.preflight import preflight
+from rayloop.run.preflight import idle_settings, preflight
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def _train(arguments: argparse.Namespace) -> int:
     with cluster(arguments) as (address, temporary):
         config = read(arguments.config, arguments.overrides)
         if arguments.print_config:
-            print(dump(config), end="")
+            print(dump(config), *(f"# {why}\n" for why in idle_settings(config)), sep="", end="")
             return 0
         preflight(config)
         if arguments.console:

@@ -159,3 +159,26 @@ class UpdateSettings(SettingsModel):
     """Passes over the trajectories of a step. More use each sample again, further from the policy that drew it."""
     mini_batches: int = Field(1, ge=1)
     """Optimizer updates per epoch. 1 is on-policy; more learn faster per sample, and then ``clip_*`` begins to matter."""
+
+
+class AlgorithmSettings(SettingsModel):
+    """GRPO: groups, advantages, filters, replay, staleness (arXiv:2402.03300)."""
+
+    group_size: int = Field(8, ge=1)
+    """Trajectories per task that share a baseline. Raise it when the baseline is noisy; the cost is proportional."""
+    groups_per_step: int = Field(8, ge=1)
+    """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of them."""
+    advantage: Annotated[AdvantageChoice, ADVANTAGE] = AdvantageChoice(kind="grpo")
+    filtering: FilteringSettings = FilteringSettings()
+    replay: ReplaySettings = ReplaySettings()
+    staleness: StalenessSettings = StalenessSettings()
+
+    @property
+    def target(self) -> int:
+        """Trajectories of a step."""
+        return self.group_size * self.groups_per_step
+
+    @property
+    def carry_over(self) -> bool:
+        """Whether groups that did not fit into a step compete for the next one."""
+        return self.staleness.max_staleness > 0

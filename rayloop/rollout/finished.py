@@ -11,9 +11,10 @@ from rayloop.core.types import Task, TrajectoryId, Version
 from rayloop.grpo.alarms import Alarms
 from rayloop.grpo.replay import ReplayBuffer
 from rayloop.grpo.selection import Selection, select
+from rayloop.grpo.settings import AlgorithmSettings
 from rayloop.grpo.staleness import AcceptanceRate, expired
 from rayloop.rollout.plain import Own, group_from_plain, member_from_plain, plain_group, plain_member
-from rayloop.run.config import AlgorithmSettings, RunConfig
+from rayloop.run.config import RunConfig
 
 
 class ReadyGroups:

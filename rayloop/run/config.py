@@ -21,7 +21,7 @@ from rayloop.engines.settings import (
 from rayloop.envs.settings import ENVIRONMENT, EnvironmentKind, EpisodeSettings, SamplingSettings
 from rayloop.grpo.alarms import AlarmSettings
 from rayloop.grpo.losses.settings import LOSS, AdaptiveKl, LossChoice, PpoLoss
-from rayloop.grpo.settings import ADVANTAGE, AdvantageChoice, FilteringSettings, ReplaySettings, StalenessSettings, UpdateSettings
+from rayloop.grpo.settings import AlgorithmSettings, UpdateSettings
 from rayloop.loggers.settings import LoggersSettings
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.lifetime import (
@@ -113,29 +113,6 @@ class PolicySettings(SettingsModel):
     step_timeout: float = Field(3600.0, gt=0)
     """Seconds for one call of the trainer (step, checkpoint, export); an engine has a sixth of them to take over synced weights.
     Raise it for large steps, large models and slow networks, with ``recovery.stall_timeout``."""
-
-
-class AlgorithmSettings(SettingsModel):
-    """GRPO: groups, advantages, filters, replay, staleness (arXiv:2402.03300)."""
-
-    group_size: int = Field(8, ge=1)
-    """Trajectories per task that share a baseline. Raise it when the baseline is noisy; the cost is proportional."""
-    groups_per_step: int = Field(8, ge=1)
-    """The target of a step is groups_per_step * group_size trajectories. Raise it for smoother steps, lower it for more of them."""
-    advantage: Annotated[AdvantageChoice, ADVANTAGE] = AdvantageChoice(kind="grpo")
-    filtering: FilteringSettings = FilteringSettings()
-    replay: ReplaySettings = ReplaySettings()
-    staleness: StalenessSettings = StalenessSettings()
-
-    @property
-    def target(self) -> int:
-        """Trajectories of a step."""
-        return self.group_size * self.groups_per_step
-
-    @property
-    def carry_over(self) -> bool:
-        """Whether groups that did not fit into a step compete for the next one."""
-        return self.staleness.max_staleness > 0
 
 
 class WeightSyncSettings(SettingsModel):

@@ -1,6 +1,7 @@
 """What can be known to fail before anything is started: files, folders and packages that the configuration names."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from rayloop.config.settings import components
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import unsupported
 from rayloop.core.model_files import HUB_NAME, resolve
-from rayloop.engines.settings import VllmEngineSettings
+from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
+from rayloop.grpo.idle import Situation, idle
 from rayloop.launch.ray_variables import in_job
 from rayloop.loggers.settings import installed
 from rayloop.run.checkpoint import complete
@@ -97,6 +99,30 @@ def _cut(folder: Path) -> dict[Any, Any]:
         return {}
     keys = {"patch_size": vision, "spatial_merge_size": vision, "temporal_patch_size": vision, "merge_size": processor}
     return {"image_token_id": config.get("image_token_id"), **{key: where.get(key) for key, where in keys.items()}}
+
+
+def idle_settings(config: RunConfig) -> list[str]:
+    """A sentence for each setting of the algorithm that does nothing beside this run's others (docs/idle_settings.md)."""
+    algorithm, environment = config.algorithm, config.environment
+    kinds = (environment.episode.environment, *environment.kinds.values())
+    begins_again = environment.episode.when_full == "forget" or any(kind.leads for kind in kinds)
+    synchronous = not algorithm.staleness.max_staleness and algorithm.replay.kind != "corrected"
+    computes_alike = isinstance(config.engine, TransformersEngineSettings) and not config.rounds
+    situation = Situation(
+        exact=synchronous and computes_alike and not config.policy.engine.drops_out,
+        refresh_every=config.reference.refresh_every,
+        longest=None if begins_again else environment.episode.max_tokens,
+        most_entropy=math.log(config.rollout.sampling.sampling().most_kept or _vocabulary(config) or math.inf),
+    )
+    return idle(config.policy.loss, algorithm, config.policy.update, situation)
+
+
+def _vocabulary(config: RunConfig) -> int | None:
+    """Tokens of the model, where its folder is here and says so."""
+    file = Path(config.model.path) / "config.json"
+    described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    size = (described.get("text_config") or described).get("vocab_size")
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def held_in(config: RunConfig) -> str:

@@ -24,7 +24,10 @@ WORDS = 30_000
 GLOSSARY_WORDS = 400
 PRODUCT = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
 """The folders that are installed."""
-GENERATED = tuple(f"docs/{name}.md" for name in ("config", "components", "events", "metrics", "doctor", "sft", "published_values"))
+GENERATED = tuple(
+    f"docs/{name}.md"
+    for name in ("config", "components", "events", "metrics", "doctor", "sft", "published_values", "idle_settings")
+)
 """Pages that ``make docs`` writes."""
 
 
