@@ -9,64 +9,21 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
 from benchmarks.pages.idle import ENTRIES, SITUATIONS, Changes, baseline, built, cell, idles, page
 from rayloop.core.groups import Group, Scored
 from rayloop.core.types import EndReason, Task, TrajectoryId
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
-from rayloop.grpo.idle import Situation, idle
-from rayloop.grpo.losses.policy import Denominator, PolicyLoss, entropy_bound, token_weights
+from rayloop.grpo.idle import idle
 from rayloop.run.config import RunConfig, read
 from rayloop.run.preflight import idle_settings
+from tests.support.gradients import apart
 from tests.support.runs import ROOT
 from tests.unit.groups import make_member
 
 torch.set_num_threads(1)
-LENGTHS = (*range(6, 18), *range(6, 18), 12, 12)
 CELLS = [(entry, situation) for entry in ENTRIES for situation in SITUATIONS if cell(entry, situation) is not None]
-
-
-def tokens(situation: Situation, *, one: bool) -> dict[str, Tensor]:
-    """An update: the second of a step, unless it is its only ``one``. Drifts are large enough for every clip, mask and bound."""
-    generator = torch.Generator().manual_seed(0)
-    segment = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
-    n = len(segment)
-
-    def noise() -> Tensor:
-        return 0.8 * torch.randn(n, generator=generator, dtype=torch.float64)
-
-    old = -3 * torch.rand(n, generator=generator, dtype=torch.float64)
-    moved, gap, away = noise(), noise(), noise()
-    current = old if one else old + moved
-    return {
-        "current": current, "old": old, "behaviour": old if situation.exact else old + gap,
-        "reference": current if situation.refresh_every == 1 and one else old + away,
-        "entropy": torch.rand(n, generator=generator, dtype=torch.float64),
-        "advantage": torch.randn(len(LENGTHS), generator=generator, dtype=torch.float64)[segment],
-        "segment": segment,
-    }  # fmt: skip
-
-
-def gradient(changes: Changes, situation: Situation) -> Tensor:
-    """Of log-probs and entropies."""
-    loss, algorithm, update = built({"loss.aggregation": "token-mean", **changes})
-    data = tokens(situation, one=update.epochs * update.mini_batches == 1)
-    current, entropy = (data.pop(name).clone().requires_grad_() for name in ("current", "entropy"))
-    bound = entropy_bound(entropy.detach(), loss.top_entropy_quantile)
-    on_policy = torch.full(data["segment"].shape, algorithm.replay.kind == "on_policy")
-    reference = data.pop("reference")
-    out = PolicyLoss(loss)(
-        current, **data, reference=reference if loss.uses_kl else None, entropy=entropy, on_policy=on_policy,
-        chosen=entropy.detach() >= bound if loss.top_entropy_quantile < 1 else None,
-    )  # fmt: skip
-    weights = token_weights(data["segment"], loss, Denominator(len(current), len(LENGTHS)))
-    policy_gradient = algorithm.advantage.kind != "distill"
-    total = (weights * out.rl).sum() if policy_gradient else 0.0 * current.sum()
-    total = total if out.ref_kl is None else total + (weights * out.ref_kl).sum()
-    pulls = torch.autograd.grad(total, (current, entropy), allow_unused=True)
-    return torch.cat([torch.zeros_like(current) if pull is None else pull for pull in pulls])
 
 
 def refuses(changes: Changes) -> bool:
@@ -89,12 +46,8 @@ def test_what_is_said_to_do_nothing_does_nothing_and_all_else_acts(entry: str, s
     if "filters" in entry:
         assert refuses({**changes, **ENTRIES[entry]}) != idles(entry, said)
         return
-    with_it, without = (gradient({**changes, **more}, facts) for more in (ENTRIES[entry], baseline(entry)))
-    apart = float((with_it - without).norm() / without.norm().clamp(min=1e-12))
-    if idles(entry, said):
-        assert apart < 1e-12
-    else:
-        assert apart > 1e-4
+    found = apart({**changes, **ENTRIES[entry]}, {**changes, **baseline(entry)}, facts)
+    assert found < 1e-12 if idles(entry, said) else found > 1e-4
 
 
 def test_the_page_is_the_menus() -> None:
