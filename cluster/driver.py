@@ -28,7 +28,7 @@ from rayloop.cluster.supervision.pool import ATTEMPTS
 from rayloop.cluster.supervision.watchdog import watch, watch_liveness
 from rayloop.core import incidents
 from rayloop.core.deadlines import Timings, background, decisive, timed, until_stopped
-from rayloop.core.failures import GenerationBudgetSpent, GraderBroken, PolicyLost, Preempted, RayloopError
+from rayloop.core.failures import Diverged, GenerationBudgetSpent, GraderBroken, PolicyLost, Preempted, RayloopError
 from rayloop.core.groups import Group
 from rayloop.core.ledger import Ledger
 from rayloop.core.types import TrajectoryId, Version
@@ -108,6 +108,7 @@ class Driver:
                         await self.sync_weights()
                 await self.evaluate()
                 await self.record(report, collected)
+                self.notice_skipped(report)
                 await self.checkpoint()
                 del collected  # what it refers to is let go before the next groups fill the object store
 
@@ -229,9 +230,11 @@ class Driver:
 
     @timed("gen")
     async def collect(self) -> Collected:
-        """The groups of this step, ranked, cut to the target and fetched by the ranks, with the counts since the step before."""
+        """The groups of this step, ranked, cut to the target and fetched by the ranks, with the advantages that these have got, and
+        the counts since the step before."""
         try:
-            return await self.rollouts.collect(self.version, self.inherited, self.hold)
+            collected = await self.rollouts.collect(self.version, self.inherited, self.hold)
+            return replace(collected, groups=over_step(collected.groups, self.advantage))
         except GenerationBudgetSpent as error:
             end = await self.unusable(error)
             with suppress(RayloopError):  # the run ends with ``end``
@@ -324,6 +327,15 @@ class Driver:
         self.rollouts.alarms.recorded(self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics()))
         if shown and records:
             self.reporter.updates.append(("samples", completions(records, shown)))
+
+    def notice_skipped(self, report: Mapping[str, float]) -> None:
+        """Say which updates of the step were skipped. Raises Diverged when the run would end with a step that changed nothing."""
+        skipped, applied = (int(report.get(f"actor/{name}", 0)) for name in ("skipped_updates", "updates"))
+        if skipped:
+            self.reporter.event(incidents.UpdatesSkipped(skipped, skipped + applied))
+        if skipped and not applied and self.done:
+            why = "each update of the last step was skipped, since its gradient was not finite"
+            raise Diverged(f"{why}. Lower policy.optimizer.lr, or inspect the last batch")
 
     @timed("logprob_check")
     async def observe(self) -> None:

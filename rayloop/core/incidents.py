@@ -36,6 +36,16 @@ class WarningEvent(Event, by="cluster/driver.py"):
     why: str
 
 
+class UpdatesSkipped(Event, by="cluster/driver.py"):
+    """The gradient of updates was not finite: they changed nothing, and their trajectories are spent. A run whose last step is one
+    of these ends as diverged. To do: lower `policy.optimizer.lr`; look at `actor/loss` and at the rewards of the step."""
+
+    skipped: int
+    """In this step."""
+    updates: int
+    """That were to be done in it."""
+
+
 class DataWarning(Event, by="rayloop/run/order.py"):
     """A data file can be read, but lacks answers or images. To do: look at it: `python -m rayloop data validate CONFIG`."""
 

@@ -71,9 +71,13 @@ class Alarms:
     GraderBroken when the reward raised on every trajectory of the first group (of two or more) that reached it.
     """
 
-    def __init__(self, settings: AlarmSettings, drift: float, reward: str, emit: Emit, *, dropout: bool = False) -> None:
+    def __init__(
+        self, settings: AlarmSettings, drift: float, reward: str, emit: Emit, *,
+        dropout: bool = False, compares_states: bool = False,
+    ) -> None:  # fmt: skip
         """``drift``: log-prob mismatch in nats that warns. ``reward``: the dotted name of the reward, for messages. ``dropout``:
-        the trainer's log-probs are with dropout, so that their mismatch shows no lost sync; only fresh episodes are compared."""
+        the trainer's log-probs are with dropout, so that their mismatch shows no lost sync; only fresh episodes are compared.
+        ``compares_states``: as for ``Collapse``."""
         self.settings, self._reward, self._emit, self._dropout = settings, reward, emit, dropout
         given = settings.logprobs
         warn = min(drift, drift if given.stop is None else given.stop) if given.warn is None else given.warn
@@ -82,7 +86,7 @@ class Alarms:
         self._drift: deque[float] = deque(maxlen=DRIFT_STEPS)
         self._without = 0
         self._active: set[str] = set()
-        self.collapse = Collapse(settings)
+        self.collapse = Collapse(settings, compares_states=compares_states)
         self._kinds: set[UnscoredKind] = set()
         self._trace = self._returned = ""
         self.graded = False

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import mean
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -50,8 +50,10 @@ Alarm = tuple[float, Limit, str]
 
 ENTROPY, LENGTH, DONE = "actor/entropy", "response_length/mean", "end_reason/done"
 EQUAL, RIGHT, WRONG = "rollout/equal_rewards", "rollout/all_right", "rollout/all_wrong"
+STATES = "rollout/shared_states"
 SETTINGS = {
     ENTROPY: "entropy", LENGTH: "response_length", DONE: "completed", EQUAL: "equal_groups", RIGHT: "all_right", WRONG: "all_wrong",
+    STATES: "shared_states",
 }  # fmt: skip
 """Watched metric -> the setting with its limits."""
 
@@ -80,13 +82,17 @@ class CollapseSettings(SettingsModel):
     """Share of groups of which every answer is right (reward 1 or above): the rows are too easy. Lower it to change rows sooner."""
     all_wrong: Limit = Limit(warn=0.8)
     """Share of groups of which every answer is wrong (reward 0 or below): the rows are too hard. Raise it where success is rare."""
+    shared_states: ClassVar[Floor] = Floor(warn=1e-9)
+    """Of turns that share their state with another one of the group, for an advantage that compares these."""
 
 
 class Collapse:
     """Watches the metrics of steps: ``step`` takes them and returns name of the setting -> alarm."""
 
-    def __init__(self, settings: CollapseSettings) -> None:
+    def __init__(self, settings: CollapseSettings, *, compares_states: bool = False) -> None:
+        """``compares_states``: the advantage is between turns that began at the same state."""
         self._settings = settings
+        self._watched = [name for name in SETTINGS if compares_states or name != STATES]
         self._last: deque[Mapping[str, float]] = deque(maxlen=STEPS)
         self.first: dict[str, list[float]] = {LENGTH: [], ENTROPY: []}
         """Values of the run's first steps, in tokens and nats. A checkpoint keeps them, for a collapse after a resume."""
@@ -100,7 +106,7 @@ class Collapse:
                 first.append(metrics[name])
         if len(self._last) < STEPS:
             return {}
-        alarms = {SETTINGS[name]: self._alarm(name, known) for name in SETTINGS if (known := self._known(name))}
+        alarms = {SETTINGS[name]: self._alarm(name, known) for name in self._watched if (known := self._known(name))}
         text = f"none of the last {STEPS} steps had a trajectory with gradient: nothing is learned, and its entropy is unknown"
         return {"entropy": (0.0, self._settings.entropy, text)} | alarms
 
@@ -140,6 +146,12 @@ class Collapse:
             return (
                 f"{value:.0%} of the last {STEPS} steps' trajectories were completed, the others ran out of turns or tokens, or "
                 "broke off: look at what they do instead of answering (end_reason/...)"
+            )
+        if name == STATES:
+            return (
+                f"no turn after the first shared its state with another one of its group, {_mean_of(known)}: gigpo has nothing to "
+                "compare there. A clock, a counter or an animation on the screen makes every state another one: hide it, or take "
+                "advantage.kind: turns"
             )
         means = {
             EQUAL: "advantages that are all 0: they teach nothing",

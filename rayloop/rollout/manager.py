@@ -35,8 +35,10 @@ class RolloutManager:
         self.config, self.ledger, self.dataset, self._reporter = config, ledger, dataset, reporter
         self.scheduler = GroupScheduler(config, dataset, ledger, reporter.bad_row)
         self.ready = ReadyGroups(config.algorithm, ledger)
-        dropout = config.policy.engine.drops_out
-        self.alarms = Alarms(config.alarms, config.drift, config.reward.source.use, reporter.event, dropout=dropout)
+        self.alarms = Alarms(
+            config.alarms, config.drift, config.reward.source.use, reporter.event, dropout=config.policy.engine.drops_out,
+            compares_states=config.algorithm.advantage.kind == "gigpo",
+        )  # fmt: skip
         self.finished = FinishedGroups(config, ledger, self.ready, self.alarms, blame)
         self.in_flight: dict[int, GroupRequest] = {}
         self._playing = GroupRollout(config, self._notify)

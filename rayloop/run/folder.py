@@ -164,7 +164,8 @@ class RolloutTurn:
 class RolloutRecord:
     """One line of a rollout file. ``versions``: first and last that sampled. ``unscored``: why there is no ``reward``. ``status``:
     ``kept``, or why not. ``images`` (of the prompt): ``{sha256, width, height, file}`` or ``path``. ``length``: all tokens.
-    ``reason``: ``Scored.reason``. ``states``: ``Trajectory.states``. ``gaps``: for each sampled turn of a trained trajectory mean
+    ``reason``: ``Scored.reason``. ``states``: ``Trajectory.states``. ``advantages``: of each sampled turn, where they are not all
+    ``advantage``; both are those that the trainer got. ``gaps``: for each sampled turn of a trained trajectory mean
     and largest |difference| of the engine's and the trainer's log-probs, None where the trainer computed none."""
 
     group: int
@@ -189,6 +190,7 @@ class RolloutRecord:
     sampled_tokens: int = 0
     reason: str = ""
     states: tuple[str, ...] = ()
+    advantages: tuple[float, ...] = ()
     gaps: tuple[tuple[float, float] | None, ...] = ()
 
 
@@ -298,6 +300,7 @@ def rollout_record(
         sampled_tokens=summary.sampled_tokens,
         reason=scored.reason if scored else "",
         states=summary.states,
+        advantages=member.credit.turns if member.credit is not None else (),
     )
 
 

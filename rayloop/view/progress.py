@@ -48,6 +48,12 @@ def _kept(metrics: Mapping[str, float]) -> str:
     return f"{_value('rollout/trained', '.0f')(metrics)}/{_value('rollout/trajectories', '.0f')(metrics)}"
 
 
+def _skipped(metrics: Mapping[str, float]) -> str:
+    """Updates whose gradient was not finite, of all."""
+    skipped = metrics.get("actor/skipped_updates", 0.0)
+    return f"{skipped:.0f}/{skipped + metrics.get('actor/updates', 0.0):.0f}" if skipped else ABSENT
+
+
 def _share(state: str, *, none: str) -> Callable[[Mapping[str, float]], str]:
     """Of the finished trajectories, those that ended so: ``filtered``, or ``excluded`` for want of a reward."""
 
@@ -96,6 +102,7 @@ def columns(sampled: str, held_out: str) -> tuple[Column, ...]:
         Column(f"reward\n({sampled})", "reward", _value("reward/mean", ".3f")),
         Column("trend", "trend", _value(TREND, "+.3f")),
         Column("trained/\nplayed", "trained", _kept),
+        Column("skipped\nupdates", "skipped", _skipped),
         Column("filtered", "filtered", _share("filtered", none="0%")),
         Column("excluded", "excluded", _share("excluded", none=ABSENT)),
         Column("entropy", "entropy", _value("actor/entropy", ".3f")),
@@ -115,6 +122,7 @@ LINE = {
     "reward": "reward {}",
     "trend": "({})",
     "trained": " trained {}",
+    "skipped": " SKIPPED {} updates",
     "excluded": " excluded {}",
     "entropy": " entropy {}",
     "KL": " KL {}",

@@ -98,7 +98,8 @@ class Films:
 
     def _cells(self, member: Record, folder: Path) -> list[Record]:
         """One for each sampled turn, with what was observed before it; one more for what came after the last."""
-        seen, states, gaps = self._add(member["images"], folder), iter(member.get("states", ())), iter(member.get("gaps", ()))
+        seen = self._add(member["images"], folder)
+        states, gaps, advantages = (iter(member.get(name, ())) for name in ("states", "gaps", "advantages"))
         cells, said, shown = list[Record](), list[str](), list[str]()
         for turn in member["turns"]:
             shown += self._add(turn["images"], folder)
@@ -107,7 +108,8 @@ class Films:
                 continue
             seen += shown
             on, marks = self._marks(turn["text"], seen)
-            cells.append({**_cell(said, shown, next(states, ""), turn, on, marks), "gap": next(gaps, None)})
+            of_turn = {"gap": next(gaps, None), "advantage": next(advantages, None)}
+            cells.append({**_cell(said, shown, next(states, ""), turn, on, marks), **of_turn})
             said, shown = [], []
         return [*cells, _cell(said, shown, "")] if said or shown or not cells else cells
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from statistics import stdev
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rayloop.cluster.driver import Driver
 from rayloop.core.events import Event
-from rayloop.core.failures import GenerationBudgetSpent, GraderBroken
+from rayloop.core.failures import Diverged, GenerationBudgetSpent, GraderBroken
+from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.alarms import Alarms, AlarmSettings
 from rayloop.grpo.collapse import ENTROPY, STEPS
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RolloutRecord, RolloutTurn
+from rayloop.run.records.step_metrics import Collected
 from tests.support.drivers import made_driver
 from tests.support.runs import settings
 from tests.unit.groups import make_group
@@ -147,3 +151,57 @@ def test_trained_and_dropped_groups_are_recorded_in_turn(tmp_path: Path) -> None
     trained = [group for group in finished if group.number in (2, 9, 4)]
     asyncio.run(driver.record({}, SimpleNamespace(groups=trained, finished=finished)))
     assert recorded == [2, 1, 4, 3, 9]
+
+
+# A step that changed nothing, and what its groups were trained with ----------------------------------------------------------
+
+
+def at_step(folder: Path, step: int, **changes: Any) -> Driver:
+    driver = made_driver(RunConfig.model_validate(settings(folder, folder, steps=3, **changes)), folder)
+    driver.step = step
+    return driver
+
+
+def skipped(driver: Driver) -> list[dict[str, Any]]:
+    return [record for record in driver.reporter.folder.events if record["event"] == "updates_skipped"]
+
+
+def test_updates_that_were_skipped_are_said(tmp_path: Path) -> None:
+    driver = at_step(tmp_path, 2)
+    driver.notice_skipped({"actor/skipped_updates": 0.0, "actor/updates": 2.0})
+    assert skipped(driver) == []
+    driver.notice_skipped({"actor/skipped_updates": 1.0, "actor/updates": 1.0})
+    driver.notice_skipped({"actor/skipped_updates": 2.0, "actor/updates": 0.0})
+    assert [(record["skipped"], record["updates"]) for record in skipped(driver)] == [(1, 2), (2, 2)]
+
+
+def test_a_run_does_not_end_as_done_with_a_step_that_changed_nothing(tmp_path: Path) -> None:
+    driver = at_step(tmp_path, 3)
+    driver.notice_skipped({"actor/skipped_updates": 1.0, "actor/updates": 1.0})
+    with pytest.raises(Diverged, match=r"each update of the last step was skipped.* Lower policy.optimizer.lr"):
+        driver.notice_skipped({"actor/skipped_updates": 1.0, "actor/updates": 0.0})
+    assert len(skipped(driver)) == 2
+
+
+@pytest.mark.parametrize("kind", ["reinforce_pp", "batch_std"])
+def test_the_advantages_of_a_step_are_those_that_it_trains(kind: str, tmp_path: Path) -> None:
+    """Records, console and metrics get them: over the deviation of the step."""
+    driver = at_step(tmp_path, 0, algorithm__advantage={"kind": kind})
+    groups = tuple(with_advantages(make_group(i, [1.0, 0.0, 0.5, 0.5]), driver.advantage) for i in range(2))
+    held: list[Any] = []
+
+    async def collect(version: Any, inherited: Any, hold: Any) -> Collected:
+        await hold(groups)
+        return Collected(groups, groups)
+
+    async def fetch(assigned: Any, **_: Any) -> set[Any]:
+        held.extend(assigned)
+        return set()
+
+    driver.rollouts = SimpleNamespace(collect=collect)  # type: ignore[assignment]
+    driver.services = SimpleNamespace(pools=[], policy=SimpleNamespace(fetch=fetch))  # type: ignore[assignment]
+    collected = asyncio.run(driver.collect())
+    found = [member.advantage for group in collected.groups for member in group.kept]
+    assert found == [member.advantage for group in held for member in group.kept]
+    assert found[0] == pytest.approx(0.5 / stdev([0.5, -0.5, 0.0, 0.0] * 2), rel=1e-5)
+    assert groups[0].members[0].advantage == 0.5

@@ -14,7 +14,7 @@ from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored, Unscor
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.alarms import Alarms, AlarmSettings
-from rayloop.grpo.collapse import DONE, ENTROPY, EQUAL, LENGTH, RIGHT, STEPS, WRONG
+from rayloop.grpo.collapse import DONE, ENTROPY, EQUAL, LENGTH, RIGHT, STEPS, WRONG, Collapse, CollapseSettings
 from rayloop.grpo.settings import AdvantageSettings
 from rayloop.run.records.step_metrics import Collected, step_metrics
 
@@ -142,6 +142,19 @@ def test_a_run_without_groups_to_train_names_entropy_and_learning_rate() -> None
 def test_a_floor_that_stops_before_it_warns_is_refused() -> None:
     with pytest.raises(ValidationError, match=r"stop \(0.5\) is above warn \(0.1\)"):
         AlarmSettings.model_validate({"entropy": {"warn": 0.1, "stop": 0.5}})
+
+
+def test_states_that_no_turn_shares_are_an_alarm_where_they_are_compared() -> None:
+    split, shared = {**WELL, "rollout/shared_states": 0.0}, {**WELL, "rollout/shared_states": 0.02}
+    for compares, metrics, warns in ((True, split, True), (True, shared, False), (False, split, False)):
+        watch, found = Collapse(CollapseSettings(), compares_states=compares), dict[str, Any]()
+        for _ in range(STEPS):
+            found = watch.step(metrics)
+        assert ("shared_states" in found) == compares
+        if compares:
+            value, limit, text = found["shared_states"]
+            assert limit.warns(value) == warns
+            assert "gigpo has nothing to compare there. A clock" in text
 
 
 # The shares of groups -------------------------------------------------------------------------------------------------

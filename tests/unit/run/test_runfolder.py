@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -212,6 +213,15 @@ def test_rollouts_store_texts_and_each_image_once(tmp_path: Path) -> None:
     assert (scored["reward"], scored["components"], scored["flags"]) == (1.0, {"exact": 1.0}, ["late"])
     assert (scored["status"], scored["unscored"]) == ("filtered: too_long", None)
     assert (unscored["reward"], unscored["unscored"], unscored["status"]) == (None, "timeout: judge", "kept")
+
+
+def test_a_record_has_the_advantage_of_each_turn_where_turns_have_one() -> None:
+    answer = Turn("assistant", (3, 4), logprobs=(-0.1, -0.2), version=Version(1, 4))
+    trajectory = Trajectory(TrajectoryId(7, 0), 0, "task-a", 11, (Turn("user", (1,)), answer, answer), Sampling(), EndReason.DONE)
+    by_turn = replace(_member(0, Scored(1.0)), credit=Credit.of_turns([0.5, -1.0]))
+    texts = (str, str)
+    found = [rollout_record(Group(7, Task("t", ()), ()), one, trajectory, *texts) for one in (by_turn, _member(1, Scored(1.0)))]
+    assert [(record.advantage, record.advantages) for record in found] == [(-0.25, (0.5, -1.0)), (0.5, ())]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,14 @@ def test_a_line_says_what_moves_and_not_a_loss_of_nothing_in_about_120_columns()
     assert "  excluded 50%  " in lines({**step, "excluded/timeout": 72.0})[0]
 
 
+def test_a_line_says_which_updates_were_skipped() -> None:
+    skipped = {**METRICS, "actor/updates": 1.0, "actor/skipped_updates": 3.0}
+    assert "  SKIPPED 3/4 updates  " in lines(skipped)[0]
+    assert "SKIPPED" not in lines({**skipped, "actor/skipped_updates": 0.0})[0]
+    said = describe({"event": "updates_skipped", "step": 3, "skipped": 3, "updates": 4})
+    assert "3 of 4 updates of this step were skipped" in said
+
+
 def test_the_trend_is_of_the_last_steps_and_waits_for_four() -> None:
     rewards = [0.0, 0.1, 0.2, 0.3, *[1.0] * 10, *[1.5] * 10]
     said = lines(*({"step": float(n), "reward/mean": reward} for n, reward in enumerate(rewards, 1)))

@@ -188,6 +188,18 @@ def test_the_gap_of_engine_and_trainer_stands_below_each_turn_that_was_trained(t
     assert said == ["0.0021, at most 0.034", "–, at most 2.5"]
 
 
+def test_the_advantage_of_each_turn_stands_below_it_where_turns_differ(tmp_path: Path) -> None:
+    turns = [RolloutTurn("assistant", f"turn {number}", True) for number in range(3)]
+    with RunFolder(tmp_path, "run").acquired() as run:
+        run.write_config("{}\n")
+        run.rollouts.write(1, [replace(member(0, *turns), advantages=(0.5, -1.25, 2.0)), member(1, *turns)], {})
+    by_turn, whole = (one["cells"] for one in group(run)["members"])
+    assert [cell["advantage"] for cell in by_turn] == [0.5, -1.25, 2.0]
+    assert [cell["advantage"] for cell in whole] == [None] * 3
+    html = write_page(run.path, None, groups=10).read_text(encoding="utf-8")
+    assert re.findall('as trained">advantage ([^<]+)<', html) == ["0.5", "-1.25", "2"]
+
+
 class Tags(HTMLParser):
     """Collects the tags of a page."""
 
