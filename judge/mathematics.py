@@ -8,6 +8,7 @@ import sys
 import threading
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 from rayloop.core.failures import ConfigError, InfrastructureFailure
 
@@ -15,36 +16,29 @@ LONGEST = 1000
 """Characters of an expression; a longer one is not parsed."""
 _MEMORY = 2 << 30
 """Bytes of address space of the child."""
+DECISIONS = {"true": True, "false": False}
+"""What the child writes -> whether the texts are equivalent; anything else is no decision."""
 _STARTING = 60.0
 """Seconds in which the child must have imported sympy."""
-_CHILD = """
-import json, resource, sys
-resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
-from math_verify import parse, verify
-print(json.dumps("ready"), flush=True)
-for line in sys.stdin:
-    gold, answer = json.loads(line)
-    try:
-        found = bool(verify(*(parse(text, parsing_timeout=None) for text in (gold, answer)), timeout_seconds=None))
-    except Exception:
-        found = False
-    print(json.dumps(found), flush=True)
-"""
+_PROGRAM = Path(__file__).with_name("math_child.py")
 
 
 class MathVerifier:
     """One child process, started with the first pair. Calls from several threads wait for each other."""
 
-    def __init__(self, timeout: float) -> None:
-        """Raises ConfigError without ``math-verify``."""
+    def __init__(self, timeout: float, confirm: bool = True) -> None:
+        """``timeout``: seconds for a pair. Without ``confirm`` what math-verify accepts is accepted, rounded and half-read texts
+        too, as published rewards do. Raises ConfigError without ``math-verify``."""
         if find_spec("math_verify") is None:
             raise ConfigError('mathematical answers need math-verify: pip install "rayloop[math]"')
-        self._timeout, self._lock = timeout, threading.Lock()
+        self._timeout, self._confirm, self._lock = timeout, confirm, threading.Lock()
         self._child: subprocess.Popen[str] | None = None
 
     def same(self, reference: str, answer: str) -> bool | None:
-        """Whether ``answer`` is equivalent to ``reference``, both with or without ``$``; None when that took too long, or the child
-        died of it. Raises InfrastructureFailure when no child can be started."""
+        """Whether ``answer`` is equivalent to ``reference``, both with or without ``$``.
+
+        None when that cannot be decided: a text is not read as a whole, it took too long, or the child died of it. Raises
+        InfrastructureFailure when no child can be started."""
         if reference.strip() == answer.strip():
             return True
         if len(answer) >= LONGEST:
@@ -53,7 +47,7 @@ class MathVerifier:
             child = self._child = self._child or self._started()
             assert child.stdin is not None
             try:
-                child.stdin.write(json.dumps([_marked(reference), _marked(answer)]) + "\n")
+                child.stdin.write(json.dumps([_marked(reference), _marked(answer), self._confirm]) + "\n")
                 child.stdin.flush()
             except OSError:
                 self._end()
@@ -61,7 +55,7 @@ class MathVerifier:
             found = _line(child, self._timeout)
             if found is None:
                 self._end()
-            return None if found is None else found == "true"
+            return DECISIONS.get(found or "")
 
     def close(self) -> None:
         """End the child process."""
@@ -69,9 +63,12 @@ class MathVerifier:
             self._end()
 
     def _started(self) -> subprocess.Popen[str]:
-        code = _CHILD.format(memory=_MEMORY)
         child = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [sys.executable, "-P", _PROGRAM, str(_MEMORY)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
         if _line(child, _STARTING) != '"ready"':
             child.kill()

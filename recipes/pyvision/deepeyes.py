@@ -43,7 +43,8 @@ class DeepEyesReward:
         """Raises ConfigError when math-verify is asked for and not installed; of ``mathematics`` the first such row does."""
         self._settings = settings
         kinds: Mapping[str, Kind] = {**dict.fromkeys(settings.mathematics, "math"), **settings.verifiers}
-        self._verifiers = Verifiers(kinds, settings.accuracy, settings.math_timeout, settings.verifiers)
+        as_published = settings.variant == "original"
+        self._verifiers = Verifiers(kinds, settings.accuracy, settings.math_timeout, settings.verifiers, confirm=not as_published)
         self.infrastructure = self._verifiers.infrastructure
         self.transcript = settings.variant == "original"
 
@@ -63,7 +64,8 @@ class DeepEyesReward:
 
     async def _mathematics(self, asked: Asked, read: original.DeepEyes, ill: tuple[str, ...]) -> Outcome:
         """Compare with math-verify, then ask the judge. The original asks up to eight times; then the answer is wrong."""
-        judged = self._verifiers.judged(asked)
+        by_mathematics = self._verifiers.kind(asked.task.source) == "math"
+        judged = self._verifiers.equivalent(asked) if by_mathematics else self._verifiers.judged(asked)
         found = await judged if isinstance(judged, Awaitable) else judged
         if isinstance(found, Scored) and found.value < 1 and self._verifiers.has_judge:
             found = await self._asked_again(asked)

@@ -23,7 +23,7 @@ class PyVisionReward:
     """``accuracy + 1[right] * per_call * calls``. ``calls``: turns whose code ran, in ``corrected`` without an error; ``original``
     counts code that raised or took too long, too (without turns, of a saved completion, what the environment counted). Components:
     ``accuracy``, ``calls``, ``right``, and ``format`` (1 when the answer stands in its box). Flags: ``unparsable``, ``too_long``,
-    ``undecided`` (no rule decides, and there is no judge), ``no_number``, ``math_timeout``; of the original ``raised`` with the
+    ``undecided`` (no rule decides, and there is no judge), ``no_number``; of the original ``raised`` with the
     name of its error, and ``judge_failed``."""
 
     class Settings(SettingsModel):
@@ -40,7 +40,8 @@ class PyVisionReward:
         """Which rule judges a data source, by its name or a pattern with ``*``: mra (mean relative accuracy of numbers), option (a
         letter), math (equivalence), rules (short answers), judge (``accuracy``). All others: judge if there is one, else rules."""
         math_timeout: float = Field(5.0, gt=0)
-        """Seconds for one comparison by math-verify; then the answer is wrong. Raise it for long formulas."""
+        """Seconds for one comparison by math-verify; then the judge is asked, and without one the answer is wrong. Raise it
+        for long formulas."""
         accuracy: Annotated[Component, Role("reward source", ("score",))] | None = None
         """The reward source that judges the answer, such as ``rayloop.judge.reward:JudgeReward``. Without one, rules do: the
         same text but for case and blanks, the same number, option or list."""

@@ -43,10 +43,12 @@ class Verifiers:
     """One of them for each data source."""
 
     def __init__(
-        self, sources: Mapping[str, Kind], judge: Component | None, math_timeout: float, needed: Mapping[str, Kind]
-    ) -> None:
-        """Raises ConfigError when one of ``needed`` is ``math`` and math-verify is not installed."""
-        self._sources, self._math_timeout = sources, math_timeout
+        self, sources: Mapping[str, Kind], judge: Component | None, math_timeout: float, needed: Mapping[str, Kind],
+        *, confirm: bool = True,
+    ) -> None:  # fmt: skip
+        """``confirm``: that math-verify accepts an answer is not enough (``MathVerifier``). Raises ConfigError when one of
+        ``needed`` is ``math`` and math-verify is not installed."""
+        self._sources, self._math_timeout, self._confirm = sources, math_timeout, confirm
         self._judge: RewardSource | None = judge.build() if judge else None
         self.has_judge = self._judge is not None
         self.infrastructure = getattr(self._judge, "infrastructure", ())
@@ -57,7 +59,7 @@ class Verifiers:
     @cached_property
     def math(self) -> MathVerifier:
         """Raises ConfigError where math-verify is not installed."""
-        return MathVerifier(self._math_timeout)
+        return MathVerifier(self._math_timeout, self._confirm)
 
     def kind(self, source: str) -> Kind:
         """The rule of the first pattern that fits; an exact name goes first."""
@@ -75,7 +77,7 @@ class Verifiers:
             case "option":  # the letter, as B, (B), B. red or the option's own words; anything else is wrong
                 return replace(decided(reference(asked.task), asked.answer, question(asked.task)), flags=())
             case "math":
-                return self._equivalent(asked)
+                return self._equivalent_or_asked(asked)
             case "rules":
                 return _ruled(asked)
         return self.asked(asked)
@@ -84,9 +86,24 @@ class Verifiers:
         """The judge's verdict; without a judge the rules'."""
         return _ruled(asked) if self._judge is None else self._judge.score(asked.trajectory, asked.task, asked.context)
 
-    async def _equivalent(self, asked: Asked) -> Judged:
-        same = await asyncio.to_thread(self.math.same, reference(asked.task), asked.answer)
-        return Scored(0.0, flags=("math_timeout",)) if same is None else RIGHT if same else WRONG
+    async def _equivalent_or_asked(self, asked: Asked) -> Judged:
+        """What mathematics leaves undecided is the judge's."""
+        found = await self.equivalent(asked)
+        if not found.flags or self._judge is None:
+            return found
+        judged = self.asked(asked)
+        return await judged if isinstance(judged, Awaitable) else judged
+
+    async def equivalent(self, asked: Asked) -> Scored:
+        """Right or wrong by mathematics; wrong and ``undecided`` where that does not tell. The rules refuse first: math-verify
+        also reads what is no formula."""
+        true = reference(asked.task)
+        if self._confirm and decided(true, asked.answer, question(asked.task)) == WRONG:
+            return WRONG
+        same = await asyncio.to_thread(self.math.same, true, asked.answer)
+        if same is None:
+            return Scored(0.0, flags=("undecided",))
+        return RIGHT if same else WRONG
 
 
 def at_once(found: Judged | Awaitable[Judged], then: Callable[[Judged], Outcome]) -> Outcome | Awaitable[Outcome]:

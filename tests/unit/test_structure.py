@@ -80,6 +80,9 @@ def test_every_module_is_used(here: Checkout) -> None:
     named |= {
         path.replace("/", ".") for path in re.findall(r"\b(rayloop/[\w/]+)\.py:", text)
     }  # what another Python runs by its path
+    for module in here.modules.values():  # a program beside a module, which the module runs
+        programs = re.findall(r"with_name\(\"(\w+)\.py\"\)", module.path.read_text(encoding="utf-8"))
+        named |= {f"{module.name.rpartition('.')[0]}.{program}" for program in programs}
     of_recipes = re.compile(r"rayloop\.recipes\.\w+\.(prepare|score)")  # found by the recipe's name
     product = [
         m.name for m in here.modules.values() if m.name.startswith("rayloop.") and m.path.stem not in ("__init__", "__main__")

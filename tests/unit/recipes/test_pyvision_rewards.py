@@ -274,7 +274,8 @@ def test_deepeyes_never_pays_for_a_judge_that_failed() -> None:
 class Same:
     """In place of math-verify, which an extra installs."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, confirm: bool) -> None:
+        self.confirm = confirm
         self.asked = list[tuple[str, str]]()
 
     def same(self, reference: str, answer: str) -> bool | None:
@@ -306,11 +307,27 @@ def test_mathematics_is_verified_by_rule_and_then_by_the_judge(
     assert scored.value == pytest.approx(value)
 
 
-def test_an_answer_that_takes_math_verify_too_long_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_math_verify_does_not_decide_is_the_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayloop.recipes.pyvision.verifiers.MathVerifier", Same)
-    scored = outcome(pyvision(verifiers={"m": "math"}), [answered("slow")], episode(None), "2", "m")
-    assert (scored.value, scored.flags) == (0.0, ("math_timeout",))
-    assert outcome(pyvision(verifiers={"m": "math"}), [answered("2")], episode(None), "2", "m").value == 1.0
+    alone = pyvision(verifiers={"m": "math"})
+    scored = outcome(alone, [answered("slow")], episode(None), "2", "m")
+    assert (scored.value, scored.flags) == (0.0, ("undecided",))
+    assert outcome(alone, [answered("2")], episode(None), "2", "m").value == 1.0
+    judged = pyvision(verifiers={"m": "math"}, accuracy=use(Right))
+    assert outcome(judged, [answered("slow")], episode(None), "2", "m").value == 1.0
+    assert outcome(judged, [answered("x + 1")], episode(None), "x + 2", "m").value == 0.0, "decided, so the judge is not asked"
+
+
+def test_the_rules_refuse_before_mathematics_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SaysYes(Same):
+        def same(self, reference: str, answer: str) -> bool | None:
+            return True
+
+    monkeypatch.setattr("rayloop.recipes.pyvision.verifiers.MathVerifier", SaysYes)
+    assert outcome(pyvision(verifiers={"m": "math"}), [answered("25")], episode(None), "24", "m").value == 0.0
+    assert outcome(deepeyes(variant="original"), ["\\boxed{25}"], episode(None), "24", "thinklite_eureka").value == pytest.approx(
+        1.2
+    )
 
 
 def test_math_verify_is_asked_for_at_the_start_where_a_source_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
