@@ -1,10 +1,11 @@
 """An agent of any make as an environment: a program that calls an OpenAI client leads the episode (docs/policy_endpoint.md)."""
 
 import asyncio
+import functools
 import json
+import logging
 import os
 import re
-import secrets
 import select
 import shutil
 import socket
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -25,6 +26,7 @@ from rayloop.core.types import ImageSource, Task
 from rayloop.data.images import data_url, probe
 from rayloop.envs.agents import host
 
+logger = logging.getLogger(__name__)
 HOST = host.__file__
 PASSED = ("PATH", "HOME", "USER", "SHELL", "TZ", "LANG", "TERM", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR",
           "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "PYTHONPATH", "PYTHONHASHSEED", "TMPDIR")  # fmt: skip
@@ -60,6 +62,12 @@ class Harness:
         """MiB of the agent and of all that it starts."""
         processes: int = Field(64, ge=1)
         """Processes of the agent at once."""
+        reward: Literal["returned", "posted"] = "returned"
+        """``returned``: what the function returns. ``posted``: also what is sent to ``/v1/reward`` with the key that a parameter
+        ``reward_key``, or a word ``{reward_key}``, gets: for commands. Whatever that key reaches can pay."""
+        alone: bool = True
+        """Whether the agent has user, process and IPC namespaces of its own, where they work here: it then sees none but its own
+        processes. Off for an agent that must see others."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.model = settings, settings.model
@@ -83,10 +91,13 @@ class Harness:
     async def _run(self, row: Mapping[str, Any], address: Mapping[str, str], *, call: bool) -> float | None:
         s = self.settings
         limits = {"seconds": s.deadline, "memory_mb": s.memory_mb, "processes": s.processes}
-        asked = {"run": s.run, "row": row, "address": address, "limits": limits, "call": call}
+        opens = {name: value for name, value in address.items() if name != "reward_key" or s.reward == "posted"}
+        asked = {"run": s.run, "row": row, "address": opens, "limits": limits, "call": call, "alone": s.alone}
         asked |= {"variables": self._variables(address), "folder": os.getcwd()}
         server = await in_thread(_fork_server, s.python or sys.executable, s.preload, timeout=2 * READY)
         found = await server.host(asked)
+        if s.alone and not found["alone"]:
+            _warn()
         said = _said(found["output"], s.python or sys.executable)
         if found["end"]:
             kind = EnvironmentHung if "deadline" in found["end"] else EnvironmentFailed
@@ -102,6 +113,11 @@ class Harness:
         return {**_passed(), **local, **openai, "OPENAI_MODEL": self.model, **self.settings.env}
 
 
+@functools.cache
+def _warn() -> None:
+    logger.warning("agents share this user's processes: no user namespaces, or no /proc in them, here (docs/security.md, Agents)")
+
+
 def _passed() -> dict[str, str]:
     return {name: value for name in PASSED if (value := os.environ.get(name)) is not None}
 
@@ -111,18 +127,21 @@ class _ForkServer:
 
     def __init__(self, python: str, preload: tuple[str, ...]) -> None:
         """Start it. Raises EnvironmentFailed."""
-        self._name = f"rayloop-agents-{secrets.token_hex(16)}"
-        line, pipe, variables = [python, HOST, self._name, *preload], subprocess.PIPE, _passed()
-        with tempfile.TemporaryFile() as errors:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        line, variables = [python, HOST, *preload], _passed()
+        with tempfile.TemporaryFile() as errors, theirs:
             try:
-                process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=errors, env=variables, start_new_session=True)
+                process = subprocess.Popen(
+                    line, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=errors, env=variables, start_new_session=True
+                )
             except OSError as error:
                 raise EnvironmentFailed(f"with.python: {python} cannot be started: {error}", bug=True) from error
             assert process.stdout is not None
             if not (select.select([process.stdout], [], [], READY)[0] and process.stdout.readline()):
                 process.kill()
-                errors.seek(0)
-                said = _said(errors.read().decode(errors="replace"), python) or ": no answer"
+                errors.seek(max(0, errors.seek(0, os.SEEK_END) - 4 * SHOWN))
+                said = _said(errors.read(4 * SHOWN).decode(errors="replace"), python) or ": no answer"
                 raise EnvironmentFailed(f"with.python, with.preload: {python} did not start{said}", bug=True)
         self._process = process
 
@@ -132,9 +151,10 @@ class _ForkServer:
 
     async def host(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """How an agent ended. Raises EnvironmentFailed. Ends the agent when it is cancelled."""
-        connection = socket.socket(socket.AF_UNIX)
+        connection, theirs = socket.socketpair()
         try:
-            connection.connect(f"\0{self._name}")  # at once; uvloop, which Ray runs, takes no abstract name
+            with theirs:  # no name leads to that process, which an agent could find
+                socket.send_fds(self._control, [b"1"], [theirs.fileno()])
             reader, writer = await asyncio.open_unix_connection(sock=connection, limit=1 << 20)
         except OSError as error:
             connection.close()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,6 +18,7 @@ from rayloop.web import KEY, application, bearer, documented, problem
 
 READY = 30.0
 """Seconds in which the server must answer."""
+NO_PAY = "the key of the chats does not pay: return the reward, or set with.reward: posted and send it with reward_key"
 KEPT_ALIVE = 3600
 """Seconds that a connection may rest between two requests, while the agent works."""
 
@@ -52,6 +53,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self._sessions: dict[bytes, Led] = {}
+        self._paying: dict[bytes, Led] = {}
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._port = 0
@@ -59,14 +61,16 @@ class Endpoint:
 
     @asynccontextmanager
     async def serving(self, session: Led) -> AsyncIterator[dict[str, str]]:
-        """Answer the holder of a new key by ``session``: yields ``base_url``, ``api_key`` and ``model``."""
+        """Answer the holder of a new key by ``session``: yields ``base_url``, ``api_key`` and ``model``, and ``reward_key``, which
+        alone pays and does nothing else."""
         await self._start()
-        key = secrets.token_urlsafe(32)
-        self._sessions[key.encode()] = session
+        key, paying = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self._sessions[key.encode()] = self._paying[paying.encode()] = session
+        address = {"base_url": f"http://127.0.0.1:{self._port}/v1", "api_key": key, "reward_key": paying}
         try:
-            yield {"base_url": f"http://127.0.0.1:{self._port}/v1", "api_key": key, "model": session.chats.name}
+            yield {**address, "model": session.chats.name}
         finally:
-            del self._sessions[key.encode()]
+            del self._sessions[key.encode()], self._paying[paying.encode()]
 
     def end(self) -> None:
         """Stop the server."""
@@ -92,20 +96,29 @@ class Endpoint:
                     await asyncio.sleep(0.005)
 
     def _app(self) -> FastAPI:
-        app = application("rayloop agents", _Always(), self._sessions.__contains__, Limits(), "a live episode", invalid=400)
+        app = application("rayloop agents", _Always(), self._known, Limits(), "a live episode", invalid=400)
         app.add_middleware(_Refusals, find=self._sessions.get)
         add_routes(app, self._of)
 
         @app.post("/v1/reward", responses=documented(400, 401, 403), dependencies=KEY, response_model=dict[str, Any])
         @app.post("/reward", responses=documented(400, 401, 403), dependencies=KEY, response_model=dict[str, Any])
         async def reward(request: Request, body: RewardBody) -> Any:
-            why = self._of(request).pay(body.reward, body.answer)
+            session = self._paying.get(bearer(request.scope))
+            if session is None:
+                raise HTTPException(403, NO_PAY)
+            why = session.pay(body.reward, body.answer)
             return problem(409, "refused", why) if why else {"reward": body.reward}
 
         return app
 
     def _of(self, request: Request) -> Led:
-        return self._sessions[bearer(request.scope)]
+        session = self._sessions.get(bearer(request.scope))
+        if session is None:
+            raise HTTPException(403, "the key of the reward opens nothing else")
+        return session
+
+    def _known(self, key: bytes) -> bool:
+        return key in self._sessions or key in self._paying
 
 
 class _Server(uvicorn.Server):

@@ -1,7 +1,7 @@
-"""Runs agents: ``python host.py NAME MODULE...`` imports the modules, and forks for each connection of its own user to the abstract
-Unix socket NAME. A connection carries a JSON object on one line, and brings one line that says how the agent ended. The agent and
-all that it started are killed at a limit, at its end, and when the connection closes because the client is gone. Standard library
-only, since it runs in the agent's own Python."""
+"""Runs agents: ``python host.py MODULE...`` imports the modules, and forks for each socket that comes over the one at its input. A
+socket carries a JSON object on one line, and brings one line that says how the agent ended. The agent and all that it started are
+killed at a limit, at its end, when the socket closes because the client is gone, and when this process ends. Where user namespaces
+work an agent has its own: it sees no process but those that it starts. Standard library only: it runs in the agent's Python."""
 
 import asyncio
 import ctypes
@@ -14,71 +14,178 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 LOOK = 0.2
 """Seconds between two looks at the agent's processes."""
 TAIL, RESULT = 8192, 4096
 """Bytes of its output that are kept, and more than a number has that it returns."""
-SUBREAPER = 36
+ALONE = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000
+"""Namespaces of users, process ids, mounts and IPC."""
+RECURSIVE_PRIVATE, PLAIN, SYS_PTRACE = 0x4000 | 0x40000, 2 | 4 | 8, 19
+DIES_WITH_PARENT, DUMPABLE, BOUND_DROP, SUBREAPER = 1, 4, 24, 36
 PAGE = os.sysconf("SC_PAGE_SIZE")
+LIBC = ctypes.CDLL(None, use_errno=True)
+_MEMORY = importlib.util.spec_from_file_location("rayloop_memory", Path(__file__).parents[2] / "sandbox" / "memory.py")
+assert _MEMORY is not None
+assert _MEMORY.loader is not None
+memory: Any = importlib.util.module_from_spec(_MEMORY)
+"""rayloop/sandbox/memory.py: there is no package rayloop in an agent's Python."""
+_MEMORY.loader.exec_module(memory)
 
 
-def main(name: str, *modules: str) -> None:
+def main(*modules: str) -> None:
     """Serve until the input closes, since the process that started this one is gone then."""
     for module in modules:
         importlib.import_module(module)
+    alone = os.waitpid(_started(lambda: os._exit(0), True), 0)[1] == 0
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(f"\0{name}")
-        server.listen(256)
-        print("ready", flush=True)
-        while 0 not in select.select([server.fileno(), 0], [], [])[0]:
-            connection, _ = server.accept()
-            _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user == os.geteuid() and os.fork() == 0:
-                os.dup2(connection.fileno(), 0)
-                os.dup2(connection.fileno(), 1)
-                server.close()
-                connection.close()
-                _host()
+    print("ready", flush=True)
+    with socket.socket(fileno=0) as control:
+        while True:
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not descriptors:
+                return
+            if os.fork() == 0:
+                os.dup2(descriptors[0], 0)  # which closes the control socket here
+                os.dup2(descriptors[0], 1)
+                os.close(descriptors[0])
+                _host(alone)
                 os._exit(0)
-            connection.close()
+            os.close(descriptors[0])
 
 
-def _host() -> None:
-    """Run one agent, and send ``{"end": ..., "code": ..., "result": ..., "output": ...}``."""
+def _host(alone: bool) -> None:
+    """Run one agent, and send ``{"end": ..., "code": ..., "result": ..., "output": ..., "alone": ...}``."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     with open(0, "rb", buffering=0, closefd=False) as connection:
         asked = json.loads(connection.readline())
-    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)  # what the agent leaves behind becomes a child of this process
-    output, written = os.pipe()
-    returned, returns = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        for descriptor in (output, returned):
+    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # what the agent leaves behind becomes a child of this process
+    alone = asked["alone"] = alone and asked["alone"]
+    (output, written), (returned, returns), (status, tells) = os.pipe(), os.pipe(), os.pipe()
+    most = int(asked["limits"]["memory_mb"]) << 20
+    with memory.bounded(most + most // 4) as asked["group"]:  # for what the sum, which says why, does not see
+        asked["ours"] = output, returned, status
+        first = _started(lambda: _keep(asked, written, returns, tells), alone)
+        for descriptor in (written, returns, tells):
             os.close(descriptor)
-        _become(asked, written, returns)
-    os.close(written)
-    os.close(returns)
-    found = _watch(pid, output, asked["limits"])
-    _kill(pid)
+        found = _watch(first, output, asked["limits"], alone)
+        _kill()
+    code = os.read(status, RESULT)
+    found["code"] = os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
     try:
         found["result"] = json.loads(os.read(returned, RESULT) or b"null")
     except ValueError:  # it was killed while it wrote
         found["result"] = None
     with suppress(OSError):
-        os.write(1, json.dumps(found).encode() + b"\n")
+        os.write(1, json.dumps({**found, "alone": alone}).encode() + b"\n")
 
 
-def _watch(pid: int, output: int, limits: Mapping[str, float]) -> dict[str, Any]:
+def _started(work: Callable[[], None], alone: bool) -> int:
+    """A new process that does ``work``, and is killed with this one. ``alone``: the work is done by a child of it, the first
+    process of new namespaces, which take all that is in them along when it ends."""
+    parent = os.getpid()
+    (asked, asks), (mapped, maps) = os.pipe(), os.pipe()
+    if (pid := os.fork()) == 0:
+        with suppress(BaseException):
+            if alone:
+                _check(LIBC.unshare(ALONE))
+                os.write(asks, b"1")
+                os.read(mapped, 1)
+            _die_with(parent)
+            if alone and (first := os.fork()):
+                os._exit(bool(os.waitpid(first, 0)[1]))
+            if alone:
+                _die_with(0)
+                _mount()
+            for descriptor in (asked, asks, mapped, maps):
+                os.close(descriptor)
+            work()
+        os._exit(1)
+    os.close(asks)
+    if alone and os.read(asked, 1):
+        _map(pid)
+        os.write(maps, b"1")
+    for descriptor in (asked, mapped, maps):
+        os.close(descriptor)
+    return pid
+
+
+def _map(pid: int) -> None:
+    """Give the process in a new user namespace the users that there are here: to root all of them, to others their own."""
+    for kind, own in (("uid", os.geteuid()), ("gid", os.getegid())):
+        ranges = [f"{own} {own} 1"]
+        if os.geteuid() == 0:
+            with open(f"/proc/self/{kind}_map", encoding="utf-8") as file:
+                ranges = [f"{inside} {inside} {count}" for inside, _, count in map(str.split, file)]
+        elif kind == "gid":
+            _write(f"/proc/{pid}/setgroups", "deny")
+        _write(f"/proc/{pid}/{kind}_map", "\n".join(ranges))
+
+
+def _mount() -> None:
+    """A /proc of the new processes. Raises OSError, where a container hides parts of its own."""
+    _check(LIBC.mount(b"none", b"/", None, RECURSIVE_PRIVATE, None))
+    _check(LIBC.mount(b"proc", b"/proc", b"proc", PLAIN, None))
+
+
+def _keep(asked: Mapping[str, Any], written: int, returns: int, tells: int) -> None:
+    """Be the parent of the agent and of all that it leaves behind, until the agent ends; ``tells`` gets how."""
+    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    for descriptor in (nothing, *asked["ours"]):
+        os.close(descriptor)
+    most = int(asked["limits"]["memory_mb"]) << 20
+    if asked["group"]:
+        with suppress(OSError):
+            _write(asked["group"], "0")
+    if asked["alone"]:
+        with suppress(OSError):  # what has no process is not counted
+            _write("/proc/sys/kernel/shmall", str(most // PAGE))
+        LIBC.mount(b"tmpfs", b"/dev/shm", b"tmpfs", PLAIN, f"size={most}".encode())
+    LIBC.prctl(BOUND_DROP, SYS_PTRACE, 0, 0, 0)
+    parent = os.getpid()
+    agent = os.fork()
+    if agent == 0:
+        os.close(tells)
+        _die_with(parent)
+        _become(asked, written, returns)
+    os.close(written)
+    os.close(returns)
+    while True:
+        pid, status = os.wait()
+        if pid == agent:
+            os.write(tells, str(status).encode())
+            os._exit(0)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when the parent ends; ``parent`` is its id in this process's namespace, 0 for one outside."""
+    LIBC.prctl(DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _check(result: int) -> None:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool) -> dict[str, Any]:
     """Returns when the agent has ended, or must: ``end`` says why, "" when it ended by itself."""
     ended, tail = os.pidfd_open(pid), b""
     until, open_ends = time.monotonic() + limits["seconds"], [ended, output, 0]
@@ -93,57 +200,34 @@ def _watch(pid: int, output: int, limits: Mapping[str, float]) -> dict[str, Any]
         gone = "its client is gone" if 0 in ready else ""  # else nothing comes
         end = gone
         if not end and ended not in ready and time.monotonic() > look:
-            end, look = _beyond(limits, until), time.monotonic() + LOOK
+            end, look = _beyond(limits, until, memory.tree(pid), alone), time.monotonic() + LOOK
         if end or ended in ready:
             break
-    code = -signal.SIGKILL if end else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     while output in open_ends and select.select([output], [], [], 0)[0] and (chunk := os.read(output, 1 << 16)):
         tail = (tail + chunk)[-TAIL:]
-    return {"end": end, "code": code, "output": tail.decode(errors="replace")}
+    return {"end": end, "output": tail.decode(errors="replace")}
 
 
-def _beyond(limits: Mapping[str, float], until: float) -> str:
-    """The limit that was passed; "" while there is none."""
+def _beyond(limits: Mapping[str, float], until: float, pids: list[int], alone: bool) -> str:
+    """The limit that was passed by the agent's processes, which follow those that keep it; "" while there is none."""
     if time.monotonic() > until:
         return f"it did not end within {limits['seconds']:g} s (deadline)"
-    processes = _descendants()
-    if len(processes) > limits["processes"]:
-        return f"it had {len(processes)} processes, {limits['processes']} are allowed (processes)"
-    if (filled := sum(map(_filled, processes)) >> 20) > limits["memory_mb"]:
-        return f"it filled {filled} MiB of memory, {limits['memory_mb']} are allowed (memory_mb)"
+    living = [pid for pid in pids[1 + alone :] if memory.lives(pid)]
+    if len(living) > limits["processes"]:
+        return f"it had {len(living)} processes, {limits['processes']} are allowed (processes)"
+    most, files = int(limits["memory_mb"]) << 20, 0
+    if alone and living:
+        with suppress(OSError):
+            shared = os.statvfs(f"/proc/{pids[1]}/root/dev/shm")
+            files = (shared.f_blocks - shared.f_bfree) * shared.f_frsize
+    if (filled := memory.beyond(most - files, living)) or files > most:
+        return f"it filled {filled + files >> 20} MiB of memory, {limits['memory_mb']} are allowed (memory_mb)"
     return ""
 
 
-def _descendants() -> list[int]:
-    """The processes that the agent has, in all sessions."""
-    found = _children(os.getpid())
-    for pid in found:
-        found += _children(pid)
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as file:
-                found += map(int, file.read().split())
-    return found
-
-
-def _filled(pid: int) -> int:
-    """Bytes that the process alone has written to."""
-    with suppress(OSError), open(f"/proc/{pid}/statm", encoding="utf-8") as file:
-        _, resident, shared, *_ = map(int, file.read().split())
-        return (resident - shared) * PAGE
-    return 0
-
-
-def _kill(pid: int) -> None:
-    """Kill the agent and its descendants, until none is left."""
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    while left := _descendants():
+def _kill() -> None:
+    """Kill all descendants, until none is left."""
+    while left := memory.tree(os.getpid())[1:]:
         for one in left:
             with suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
@@ -155,19 +239,21 @@ def _kill(pid: int) -> None:
 def _become(asked: Mapping[str, Any], written: int, returns: int) -> None:
     """In the child: be the agent. Never returns."""
     os.setsid()
+    LIBC.prctl(DUMPABLE, 0, 0, 0, 0)  # else what it starts could write into its memory and its pipes
     os.environ.clear()
     os.environ.update(asked["variables"])
     os.chdir(asked["folder"])
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(written, 1)
     os.dup2(written, 2)
-    memory = int(asked["limits"]["memory_mb"]) << 20
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    most = int(asked["limits"]["memory_mb"]) << 20
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     code = 1
     try:
         if isinstance(asked["run"], list):
-            line = [str(asked["row"].get(word[1:-1], word)) if word[:1] + word[-1:] == "{}" else word for word in asked["run"]]
+            given = {**asked["row"], **asked["address"]}
+            line = [str(given.get(word[1:-1], word)) if word[:1] + word[-1:] == "{}" else word for word in asked["run"]]
             os.execvp(line[0], line)
         result = _called(asked)
         if asked.get("call", True):

@@ -6,8 +6,10 @@ import asyncio
 import io
 import os
 import re
+import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,10 +36,13 @@ from rayloop.core.types import (
     TrajectoryId,
     Version,
 )
+from rayloop.envs import harness
 from rayloop.envs.episode import play
 from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
+from rayloop.sandbox import memory
 from tests.support.pictures import picture
+from tests.support.runs import eventually
 
 pytestmark = pytest.mark.timeout(120)
 RENDERER = Renderer(ModelSettings(path=str(Path(__file__).parents[3] / "recipes/arc_vision/loose")))
@@ -81,9 +86,10 @@ def agent(tmp_path: Path) -> Played:
 
 
 def assert_nothing_is_left(folder: Path) -> None:
-    """No process of the agent lives a second later."""
+    """No process of the agent lives a second later: of the forks, which show no mark, and of what they started."""
     until = time.monotonic() + 5
-    while left := [one.pid for one in psutil.process_iter() if _marked(one, folder)]:
+    while left := [*(pid for server in harness._fork_servers.values() for pid in memory.tree(server._process.pid)[1:]),
+                   *(one.pid for one in psutil.process_iter() if _lost(one) or _marked(one, folder))]:  # fmt: skip
         assert time.monotonic() < until, left
         time.sleep(0.05)
 
@@ -91,6 +97,14 @@ def assert_nothing_is_left(folder: Path) -> None:
 def _marked(process: psutil.Process, folder: Path) -> bool:
     try:
         return process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _lost(process: psutil.Process) -> bool:
+    """Whether it is a fork whose parents have ended."""
+    try:
+        return harness.HOST in process.cmdline() and process.ppid() == 1
     except psutil.Error:
         return False
 
@@ -180,7 +194,8 @@ def test_a_command_gets_the_columns_and_posts_its_reward(agent: Played, tmp_path
     script.write_text(
         "import os, sys, json, urllib.request as u\n"
         "def post(path, body):\n"
-        "    key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
+        "    key = sys.argv[3] if path == '/reward' else os.environ['OPENAI_API_KEY']\n"
+        "    key = {'Authorization': 'Bearer ' + key, 'Content-Type': 'application/json'}\n"
         "    return json.load(u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + path, json.dumps(body).encode(), key)))\n"
         "asked = [{'role': 'user', 'content': sys.argv[1]}]\n"
         "answer = post('/chat/completions', {'model': 'gpt-5', 'messages': asked})\n"
@@ -188,10 +203,110 @@ def test_a_command_gets_the_columns_and_posts_its_reward(agent: Played, tmp_path
         "post('/reward', {'reward': float(sys.argv[2])})\n",
         encoding="utf-8",
     )
-    made = agent("", run=[sys.executable, str(script), "{prompt}", "{level}"], model="gpt-5")
+    made = agent("", run=[sys.executable, str(script), "{prompt}", "{level}", "{reward_key}"], model="gpt-5", reward="posted")
     assert made.env_result == 3.0
     assert [turn.reward for turn in made.sampled_turns] == [0.125]
     assert "What is 2 + 3?" in RENDERER.shown(made.turns[0].token_ids)
+
+
+def test_the_key_of_the_chats_does_not_pay(agent: Played) -> None:
+    """An agent with a shell runs what the policy writes, which has the agent's variables."""
+    post = (
+        "import os, urllib.request as u, urllib.error\n"
+        "key = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'}\n"
+        "try: u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + '/reward', b'{\"reward\": 1.0}', key))\n"
+        "except urllib.error.HTTPError as error: print(error.code, error.read())\n"
+    )
+    made = agent(f"""
+    import subprocess, sys
+    from openai import OpenAI
+    def play(prompt, ground_truth):
+        OpenAI().chat.completions.create(model="policy", messages=[{{"role": "user", "content": prompt}}])
+        said = subprocess.run([sys.executable, "-c", {post!r}], capture_output=True, text=True).stdout
+        assert said.startswith("403") and "does not pay" in said, said
+        return 0.0
+    """)
+    assert made.env_result == 0.0
+
+
+POSTS = """
+    import json, urllib.request as u, urllib.error
+    from openai import OpenAI, PermissionDeniedError
+    def play(prompt, base_url{parameter}):
+        OpenAI().chat.completions.create(model="policy", messages=[{{"role": "user", "content": prompt}}])
+        try:
+            OpenAI(api_key=reward_key).models.list()
+            raise AssertionError("it opens the chats")
+        except PermissionDeniedError:
+            pass
+        key = {{"Authorization": "Bearer " + reward_key, "Content-Type": "application/json"}}
+        u.urlopen(u.Request(base_url + "/reward", b'{{"reward": 0.75}}', key))
+"""
+
+
+def test_a_key_of_its_own_pays_where_that_is_asked_for(agent: Played) -> None:
+    made = agent(POSTS.format(parameter=", reward_key"), reward="posted")
+    assert made.env_result == 0.75
+    with pytest.raises(EnvironmentFailed, match="reward_key"):
+        agent(POSTS.format(parameter=", reward_key"))
+
+
+def works_alone() -> bool:
+    """Whether user namespaces with a /proc work here."""
+    return subprocess.run(["unshare", "-Urpf", "--mount-proc", "true"], check=False, capture_output=True).returncode == 0
+
+
+alone = pytest.mark.skipif(not works_alone(), reason="no user namespaces here")
+
+LOOKS = """
+    import glob, os, signal, subprocess
+    from openai import OpenAI
+    def play(prompt):
+        OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt}])
+        os.kill(os.getppid(), signal.SIGKILL)
+        script = 'cat /proc/$PPID/environ; echo 1 > /proc/$PPID/mem; for f in /proc/$PPID/fd/*; do echo 1 > $f; done'
+        subprocess.run(["sh", "-c", script], check=False)
+        return float(len(glob.glob("/proc/[0-9]*")))
+"""
+
+
+@alone
+def test_an_agent_sees_no_other_process_and_ends_none(agent: Played, tmp_path: Path) -> None:
+    assert agent(LOOKS).env_result == 2.0, "the first process of its namespace, and itself"
+    assert_nothing_is_left(tmp_path)
+
+
+def test_an_agent_that_shares_the_processes_ends_with_those_that_keep_it(agent: Played, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFailed, match="exit code -9"):
+        agent(LOOKS, alone=False)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_an_agent_whose_host_is_killed_ends(agent: Played, tmp_path: Path) -> None:
+    def kill() -> None:
+        (server,) = [one for one in harness._fork_servers.values() if one.alive()][-1:]
+        eventually(lambda: len(memory.tree(server._process.pid)) > 3, "an agent", 60)
+        os.kill(memory.children(server._process.pid)[0], 9)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with pytest.raises(EnvironmentFailed, match="ended without a word"):
+        agent(HANGS)
+    assert_nothing_is_left(tmp_path)
+
+
+def test_programs_that_have_ended_are_no_processes(agent: Played) -> None:
+    made = agent("""
+    import subprocess
+    from openai import OpenAI
+    def play(prompt):
+        OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt}])
+        for _ in range(60):
+            subprocess.run(["sh", "-c", "true &"])
+        kept = [subprocess.Popen(["true"]) for _ in range(60)]  # which it does not wait for
+        import time; time.sleep(1)
+        return 1.0
+    """, processes=20)  # fmt: skip
+    assert made.env_result == 1.0
 
 
 def test_an_agent_has_no_key_of_the_run_and_its_own_opens_nothing_else(
@@ -305,13 +420,18 @@ def test_an_episode_that_is_cancelled_ends_its_agent(agent: Played, tmp_path: Pa
             {"memory_mb": 300},
             r"allowed \(memory_mb\)",
         ),
+        (
+            "m = mmap.mmap(-1, 400 << 20); [m.__setitem__(slice(k << 20, k + 1 << 20), PAGE) for k in range(400)]; time.sleep(60)",
+            {"memory_mb": 200},
+            r"allowed \(memory_mb\)",
+        ),
     ],
 )
 def test_a_fork_bomb_and_a_memory_hog_are_ended(
     agent: Played, tmp_path: Path, body: str, options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(EnvironmentFailed, match=said):
-        agent(f"import os, time\ndef play(row):\n    {body}\n", **options)
+        agent(f"import mmap, os, time\nPAGE = b'x' * (1 << 20)\ndef play(row):\n    {body}\n", **options)
     assert_nothing_is_left(tmp_path)
 
 
