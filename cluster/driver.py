@@ -43,7 +43,7 @@ from rayloop.run.folder import RolloutRecord
 from rayloop.run.held_out import blind, never_evaluated, on_training_rows, plays
 from rayloop.run.identity import about, changes
 from rayloop.run.order import held_out_rows, training_rows
-from rayloop.run.preflight import idle_settings
+from rayloop.run.preflight import beyond_positions, idle_settings
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter
 from rayloop.view.completions import completions
@@ -84,7 +84,8 @@ class Driver:
         self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter, self.history)
         self.filters = build_filters(config.algorithm.filtering.filters)
         self.advantage = build_advantage(config.algorithm.advantage)
-        for why in filter(None, (on_training_rows(config), never_evaluated(config), *idle_settings(config))):
+        known = (on_training_rows(config), never_evaluated(config), beyond_positions(config), *idle_settings(config))
+        for why in filter(None, known):
             reporter.event(incidents.WarningEvent(why))
         self.held_out = held_out_rows(config, reporter)
         self.player = EpisodeRunner(config, services, handle, reporter.event, self.rollouts.quarantine, self.history)

@@ -20,6 +20,7 @@ from rayloop.measure.controls import solved_tasks
 from rayloop.run.config import RunConfig, read
 from rayloop.run.held_out import read_items
 from rayloop.run.lifetime import right
+from rayloop.run.preflight import beyond_positions
 
 GENERIC = "generic"
 
@@ -80,6 +81,8 @@ def validate_run(config: RunConfig) -> int:
         if path is not None
     ]
     leaked = leaks(*found) if len(found) == 2 else 0
+    if length is not None and (beyond := beyond_positions(config)):
+        print(f"warning: {beyond}")
     return 1 if leaked or any(one.problems for one in found) else 0
 
 

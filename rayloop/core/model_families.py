@@ -1,12 +1,17 @@
 """What the families of models have in common and what not, by transformers' ``model_type``; a new family is a line here. A causal
 language model of attention alone needs none."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 UNADAPTED = "the experts keep their weights: adapters are only on the linear layers outside them"
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+VISION = ("visual.", "vision_tower.", "vision_model.")
+"""Parts of the names of a vision tower's tensors."""
+LEARNED = re.compile(r"(^|\.)(wpe|embed_positions|position_embeddings?|pos_embed(ding)?s?)(\.weight)?$")
+"""How the names of tables of positions end, in GPT-2, OPT and BERT."""
 ATTENDING = frozenset({"full_attention", "sliding_attention", "attention", "dense", "sparse"})
 """Types of layers that keep the trajectories of a packed row apart."""
 RECURRENT = ("mamba", "ssm_", "state_size", "linear_conv", "linear_key", "conv_L", "lru_width")
@@ -91,3 +96,19 @@ def _mixing(text: Mapping[str, Any]) -> str:
     if layers:
         return ", ".join(sorted({*layers} - ATTENDING))
     return next((name for name, value in sorted(text.items()) if value and name.startswith(RECURRENT)), "")
+
+
+def positions(text: Mapping[str, Any]) -> int | None:
+    """How many tokens of a text the model has learned to tell apart, by the configuration of its language model; None where it
+    does not say. Rotary positions that are stretched (``rope_scaling``) count with their factor."""
+    known = text.get("max_position_embeddings") or text.get("n_positions")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
+    if not known or not factor:
+        return int(known) if known else None
+    return max(int(known), int(factor * int(scaling.get("original_max_position_embeddings") or known)))
+
+
+def learned_positions(names: Iterable[str]) -> bool:
+    """Whether a model with tensors of these names looks its language model's positions up in a table, which ends."""
+    return any(LEARNED.search(name) and not any(part in f"{name}." for part in VISION) for name in names)

@@ -22,7 +22,7 @@ from rayloop.launch.network import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total
-from rayloop.run.preflight import preflight
+from rayloop.run.preflight import beyond_positions, preflight
 
 DEADLINE = 5.0
 """Seconds for one check; all run at once."""
@@ -99,10 +99,14 @@ def configuration(config: RunConfig | None) -> list[Finding]:
         return [Finding("ok", "no CONFIG given")]
     try:
         preflight(config)
+        beyond = beyond_positions(config)
     except ConfigError as error:
         found, _, remedy = str(error).partition(". ")
         return [Finding("error", found, remedy or "correct the file")]
     fine = [Finding("ok", f"run {config.name}: model, data and loggers are there")]
+    if beyond:
+        found, _, remedy = beyond.partition(". ")
+        fine.append(Finding("warning", found, remedy))
     if config.policy.engine.lora is not None and (model := shape(config)) is not None and experts(model.config):
         fine.append(Finding("warning", f"policy.engine.lora: {UNADAPTED}", "leave policy.engine.lora out to train them"))
     return fine

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayloop.core.failures import ConfigError
+from rayloop.core.model_families import VISION
 from rayloop.core.model_files import resolve
 from rayloop.engines.settings import FsdpSettings, LoraSettings
-
-VISION = ("visual.", "vision_tower.", "vision_model.")
-"""Parts of the names of a vision tower's tensors."""
 
 
 @dataclass(frozen=True)

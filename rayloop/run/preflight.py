@@ -10,7 +10,7 @@ from rayloop.chat.rendering import Renderer
 from rayloop.chat.tokenizer import load_tokenizer, read_json
 from rayloop.config.settings import components
 from rayloop.core.failures import ConfigError
-from rayloop.core.model_families import unsupported
+from rayloop.core.model_families import learned_positions, positions, unsupported
 from rayloop.core.model_files import HUB_NAME, resolve
 from rayloop.engines.settings import TransformersEngineSettings, VllmEngineSettings
 from rayloop.grpo.idle import Situation, idle
@@ -39,6 +39,7 @@ def preflight(config: RunConfig, *, trains: bool = True, reads: Sequence[str] = 
     if trains:
         _trainable(config)
     bannable(config, len(Renderer(config.model).banned_tokens))  # raises for tokenizer and chat template
+    beyond_positions(config)
 
 
 def _trainable(config: RunConfig) -> None:
@@ -66,6 +67,31 @@ def known(model: str, revision: str | None, key: str = "model.path") -> None:
     kind, quantised = described.get("model_type", ""), "quantization_config" in described
     if why := unsupported(kind, "vision_config" in described, text, quantised):
         raise ConfigError(f"{key}: {model}: {why}")
+
+
+def beyond_positions(config: RunConfig) -> str:
+    """What is said when episodes may be longer than the model has positions; "" when they cannot be, or it does not say how many
+    it has. Raises ConfigError where positions are looked up in a table, behind whose end there is nothing."""
+    folder = resolve(config.model.path, config.model.revision)
+    described = read_json(folder.folder / "config.json")
+    limit = positions(described.get("text_config") or described)
+    longest = max(_longest(config), _longest(config.in_evaluation) if config.data.eval else 0)
+    if limit is None or longest <= limit:
+        return ""
+    found = (
+        f"model.path: {config.model.path} has {limit} positions (max_position_embeddings), and an episode may have {longest} "
+        "tokens. Set environment.episode.max_tokens, and max_prompt_tokens below it, to what the model can read"
+    )
+    if folder.whole and learned_positions(folder.stored()):
+        raise ConfigError(found)
+    return found
+
+
+def _longest(config: RunConfig) -> int:
+    """Tokens of the longest episode that the settings allow."""
+    episode = config.environment.episode
+    one_turn = episode.max_prompt_tokens + config.rollout.sampling.max_tokens
+    return one_turn if episode.max_turns == 1 else episode.max_tokens
 
 
 def alike(config: RunConfig) -> None:
