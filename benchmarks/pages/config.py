@@ -95,6 +95,7 @@ COMPONENTS = {
     ),
     ("Boxes to draw", "report.boxes"): ("rayloop.recipes.arc_vision.boxes:GroundingBoxes",),
     ("Answers of the supervised stage", "answers"): (
+        "rayloop.sft.answers:AnswerColumn",
         "rayloop.recipes.arc_vision.data:BoxAnswers",
         "rayloop.recipes.chart_rvr.data:ChartAnswers",
         "rayloop.recipes.digits.data:SortedAnswers",

@@ -23,6 +23,8 @@ from rayloop.run.lifetime import right
 from rayloop.run.preflight import beyond_positions
 
 GENERIC = "generic"
+SINGLE_TURN = "rayloop.envs.single_turn:SingleTurn"
+"""The environment that reads no column of a row."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +78,15 @@ def validate_run(config: RunConfig) -> int:
     files = (config.data.train, config), (config.data.eval, config.in_evaluation)
     length, kinds, reward = _length(config), config.environment.kinds, config.reward
     found = [
-        check(Path(path), config.data.reader, kinds, length, played.environment.episode.max_prompt_tokens, reward.compares)
+        check(
+            Path(path),
+            config.data.reader,
+            kinds,
+            length,
+            played.environment.episode.max_prompt_tokens,
+            reward.compares,
+            reads=played.environment.episode.environment.use != SINGLE_TURN,
+        )
         for path, played in files
         if path is not None
     ]

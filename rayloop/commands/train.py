@@ -65,11 +65,16 @@ def add_sft(parser: argparse.ArgumentParser) -> None:
 
 
 def _sft(arguments: argparse.Namespace) -> int:
+    from rayloop.data.dataset import Dataset
+    from rayloop.sft.answers import try_first
     from rayloop.sft.stage import SftConfig
 
     with cluster(arguments) as (address, temporary):
         config = load(arguments.config, arguments.overrides, SftConfig)
         check_components(config)
+        first = next(iter(Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None)), None)
+        if first is not None:
+            try_first(config.answers, first)
         from rayloop.cluster.stages.sft import sft  # imports ray, which reads the environment
 
         return sft(config, address, temporary)

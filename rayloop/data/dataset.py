@@ -108,7 +108,7 @@ class Dataset:
         """Columns that look like images when the policy is shown none."""
         if any(task.images for task in self._tasks):
             return ""
-        found = dict.fromkeys(name for task in self._tasks for name, value in task.extra.items() if _like_images(value))
+        found = dict.fromkeys(name for task in self._tasks for name, value in task.extra.items() if like_images(value))
         if not found:
             return ""
         return (
@@ -117,13 +117,13 @@ class Dataset:
         )
 
 
-def _like_images(value: Any) -> bool:
+def like_images(value: Any) -> bool:
     """Whether a column's value is what datasets keep images as, in a list or by itself."""
     match value:
         case list() | tuple():
-            return any(map(_like_images, value))
+            return any(map(like_images, value))
         case Mapping():
-            return any(map(_like_images, (value.get("bytes"), value.get("path"))))
+            return any(map(like_images, (value.get("bytes"), value.get("path"))))
         case str():
             return value.startswith(("data:image/", *_ENCODED)) or value.lower().endswith(_SUFFIXES)
     return isinstance(value, bytes) and value.startswith(_MAGIC)

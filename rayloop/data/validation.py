@@ -9,9 +9,11 @@ from statistics import median
 from rayloop.config.settings import Component
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.types import Task
-from rayloop.data.dataset import Dataset, Reader
+from rayloop.data.dataset import Dataset, Reader, like_images
 from rayloop.data.images import probe
 
+PLACES = ("id", "root", "index", "split")
+"""Columns that say which row it is, not what it asks."""
 Length = Callable[[Task], int]
 """Tokens of a task's prompt. Raises DataFailure when it cannot be rendered."""
 
@@ -27,10 +29,12 @@ class Checked:
 
 
 def check(
-    path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0, compares: bool = True
-) -> Checked:
+    path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0,
+    compares: bool = True, reads: bool = False,
+) -> Checked:  # fmt: skip
     """Read every row with ``reader``, open its images, and print each bad row; a prompt of more than ``limit`` tokens by ``length``
-    is bad. Raises ConfigError for a bad file or reader, or an environment outside ``kinds``."""
+    is bad. ``reads``: the environment reads the columns. Raises ConfigError for a bad file or reader, an environment outside
+    ``kinds``."""
     found, lengths, repeated = Checked(path), list[int](), list[str]()
 
     def report(failure: DataFailure) -> None:
@@ -50,7 +54,7 @@ def check(
         except DataFailure as failure:
             report(failure if failure.path == where else DataFailure(where, str(failure)))
             continue
-        whole = _row(task, shown)
+        whole = _row(task, shown, reads or bool(task.environment))
         if whole in found.rows:
             repeated.append(f"{where} (as {found.rows[whole]})")
         found.rows.setdefault(whole, where)
@@ -86,11 +90,12 @@ def unusable_images(task: Task, where: str) -> Iterator[DataFailure]:
             yield DataFailure(where, str(failure))
 
 
-def _row(task: Task, images: Sequence[str]) -> str:
-    """The hash of a question and its images, whatever its id; of a task of an environment's own also of its ``extra``."""
+def _row(task: Task, images: Sequence[str], reads: bool) -> str:
+    """The hash of what an episode of the task depends on, whatever its id: the question and its images; and the other columns, of
+    which games that begin with the same image differ, where an environment ``reads`` them or there is no image."""
     texts = [part for message in task.messages for part in message.parts if isinstance(part, str)]
-    own = {name: value for name, value in task.extra.items() if name not in ("id", "root", "index", "split")}
-    return hashlib.sha256(repr((texts, images, "" if images else sorted(map(str, own.items())))).encode()).hexdigest()
+    own = sorted(str((k, v)) for k, v in task.extra.items() if k not in PLACES and not like_images(v))
+    return hashlib.sha256(repr((texts, images, own if reads or not images else "")).encode()).hexdigest()
 
 
 def _some(many: Sequence[str], shown: int = 3) -> str:

@@ -3,11 +3,11 @@ the policy gradient with advantage 1 at ratio 1. cluster/stages/sft.py runs the 
 
 import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import Protocol, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -20,20 +20,11 @@ from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import FsdpSettings, ModelSettings, OptimizerSettings
 from rayloop.run.config import DataSettings
 from rayloop.run.roles import Placement
+from rayloop.sft.answers import ANSWERS, built, checked
 
 START = Version(0, 0)
 SUPERVISED = Streams(rl=0.0, ref_kl=0.0, ce=1.0)
 ASSISTANT = "assistant"
-
-
-class Answers(Protocol):
-    """Gives the answer to train on: a text, or a conversation with ``assistant`` messages. ``rng`` is for answers that are drawn,
-    ``tokens`` are texts that a tiny model made for this recipe has as single tokens."""
-
-    tokens: tuple[str, ...]
-
-    def answer(self, task: Task, rng: random.Random) -> str | Sequence[Message]:
-        """The answer to a task. Raises DataFailure for a row without one."""
 
 
 class TinySettings(SettingsModel):
@@ -84,7 +75,9 @@ class SftConfig(SettingsModel):
     """Seconds in which the cluster must have room for the workers. Raise it where nodes come late."""
     model: ModelSettings
     data: DataSettings
-    answers: Component
+    answers: Annotated[Component, ANSWERS] = Component(use="rayloop.sft.answers:AnswerColumn")
+    """What the model shall say: the rows' answers, a class of docs/components.md, or a function of ``(task)`` or ``(task, rng)``
+    that returns the text, for example ``{use: "mine:spoken"}``."""
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()
     optimizer: OptimizerSettings = OptimizerSettings(lr=1e-3)
@@ -104,7 +97,7 @@ class Examples:
 
     def __init__(self, config: SftConfig) -> None:
         self.renderer = Renderer(config.model)
-        self.answers: Answers = config.answers.build()
+        self.answers = built(config.answers)
         self.sampling = self.renderer.sampling(Sampling())
 
     def item(self, task: Task, rng: random.Random) -> TrainItem:
@@ -116,7 +109,7 @@ class Examples:
             images.update({image.ref.sha256: image.data for image in rendered.images if image.data is not None})
 
         show("prompt", self.renderer.prompt(task.messages))
-        for assistant, messages in groupby(_messages(self.answers.answer(task, rng)), key=lambda m: m.role == ASSISTANT):
+        for assistant, messages in groupby(checked(self.answers.answer(task, rng), task), key=lambda m: m.role == ASSISTANT):
             if assistant:
                 said = (*self.renderer.encode("".join(_texts(messages))), self.renderer.end_tokens[0])
                 turns.append(Turn(ASSISTANT, said, logprobs=(0.0,) * len(said), version=START))
@@ -124,10 +117,6 @@ class Examples:
                 show("observation", self.renderer.observation(list(messages), said))
         trajectory = Trajectory(TrajectoryId(0, 0), 0, task.id, 0, tuple(turns), self.sampling, EndReason.DONE, image_bytes=images)
         return TrainItem(trajectory, advantage=0.0, streams=SUPERVISED)
-
-
-def _messages(answer: str | Sequence[Message]) -> Sequence[Message]:
-    return [Message(ASSISTANT, (answer,))] if isinstance(answer, str) else answer
 
 
 def _texts(messages: Iterable[Message]) -> list[str]:
@@ -141,11 +130,11 @@ def make_tiny(config: SftConfig) -> None:
     from rayloop.engines.tiny_vlm import write_tiny_vlm
 
     dataset = Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None)
-    answers: Answers = config.answers.build()
+    answers = built(config.answers)
     rng = random.Random(config.seed)
-    texts = [text for task in dataset for text in _texts((*task.messages, *_messages(answers.answer(task, rng))))]
+    texts = [text for task in dataset for text in _texts((*task.messages, *checked(answers.answer(task, rng), task)))]
     write_tiny_vlm(
-        config.model.path, texts, vision=config.tiny.vision, seed=config.seed, extra_tokens=answers.tokens,
+        config.model.path, texts, vision=config.tiny.vision, seed=config.seed, extra_tokens=getattr(answers, "tokens", ()),
         image_mean=config.tiny.image_mean, image_std=config.tiny.image_std, **config.tiny.sizes,
     )  # fmt: skip
 

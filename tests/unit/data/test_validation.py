@@ -79,6 +79,34 @@ def test_held_out_prompts_are_as_long_as_evaluations_allow(tmp_path: Path, capsy
         assert [line.partition(":1: ")[0] for line in said.splitlines() if "above max_prompt_tokens (3)" in line] == [named]
 
 
+def games(path: Path, *asked: str) -> str:
+    """Rows of a game that all begin with one screen."""
+    file = io.BytesIO()
+    Image.new("RGB", (56, 56)).save(file, "PNG")
+    (path.parent / f"{path.stem}.png").write_bytes(file.getvalue())
+    lines = [{"id": f"{path.stem}{n}", "prompt": "Play.", "image": f"{path.stem}.png", "asked": one} for n, one in enumerate(asked)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def test_games_that_begin_with_one_screen_are_told_apart_by_the_columns_that_they_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, held_out = games(tmp_path / "train.jsonl", "left", "right"), games(tmp_path / "val.jsonl", "up")
+    plays = {"environment": {"episode": {"environment": {"use": "rayloop.envs.tools:ToolCalls"}}}}
+    code, said = validated(tmp_path, capsys, train, held_out, **plays)
+    assert "repeat" not in said
+    assert "trained on: " not in said
+    assert code == 0
+    again = games(tmp_path / "val.jsonl", "right", "right")
+    code, said = validated(tmp_path, capsys, train, again, **plays)
+    assert "1 held-out rows are trained on: " in said, "the name of the picture's file is no difference"
+    assert "1 rows of" in said
+    assert code == 1
+    code, said = validated(tmp_path, capsys, train, games(tmp_path / "val.jsonl", "up"))
+    assert "1 held-out rows are trained on: " in said, "no environment reads the column"
+
+
 def test_tasks_that_differ_by_their_seed_are_no_repetitions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "pages.jsonl"
     made = [{"id": str(n), "prompt": "{instruction}", "page": "click", "seed": str(n)} for n in range(3)]
