@@ -74,9 +74,11 @@ def _token(host: str, listening: socket.socket, insecure: bool = False) -> str:
 def _serve(folder: RunFolder, listening: socket.socket, token: str) -> None:
     import uvicorn
 
+    from rayloop.connections import Impatient
     from rayloop.serve_apps.console.app import web
 
-    config = uvicorn.Config(web(folder, token), log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    app = web(folder, token)
+    config = uvicorn.Config(app, http=Impatient, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     complete(uvicorn.Server(config).serve([listening]))
 
 

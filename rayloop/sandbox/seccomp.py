@@ -26,6 +26,13 @@ _FAMILIES = (1, 2, 10, 16)
 """Of sockets: unix, IPv4, IPv6, netlink."""
 _NAME_CALLS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: what C libraries call
 _DESCRIPTOR_COMMANDS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD to F_SETFL; no locks, which others see, nor F_SETOWN, which sends signals
+_MEMORY_ADVICE = (0, 4, 8, 10, 11, 14, 15, 16, 17)
+"""What allocators say of their own pages. Not how files are read ahead, nor which pages may be shared (KSM) or leave memory:
+others could tell by the time that a page takes."""
+_WAITS, _PRIVATE = (0, 9, 9 | 256), 128
+"""FUTEX_WAIT and WAIT_BITSET, also by the clock: how a thread's end is waited for, which the kernel tells. Any other futex must be
+private: pages of a file are shared with other interpreters."""
+_BARRIERS = (0, 8, 16, 32, 64)  # of this process alone
 _SOCKET_QUESTIONS = (3, 4, 38, 39)  # SO_TYPE, SO_ERROR, SO_PROTOCOL, SO_DOMAIN; not whose process is at the other end
 _TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 
@@ -97,6 +104,9 @@ def _conditions(pid: int, threads: bool) -> Iterable[tuple[str, list[Row], int]]
     """Name of a call, rows that allow what it may be used for, the error otherwise."""
     thread = [(_LOAD, 0, 0, _low(0)), (_ANY_BIT, 2, 0, _NAMESPACES), (_ANY_BIT, 0, 1, _CLONE_THREAD), (_RETURN, 0, 0, _ALLOW)]
     yield "clone", thread if threads else [], errno.EAGAIN
+    yield "futex", [(_LOAD, 0, 0, _low(1)), (_ANY_BIT, 0, 1, _PRIVATE), (_RETURN, 0, 0, _ALLOW), *_one_of(1, _WAITS)], errno.EPERM
+    yield "madvise", _one_of(2, _MEMORY_ADVICE), errno.EINVAL
+    yield "membarrier", _one_of(0, _BARRIERS), errno.EINVAL
     yield "clone3", [], errno.ENOSYS  # its flags cannot be looked at; C libraries fall back to clone
     yield "tgkill", _one_of(0, (pid,)), errno.EPERM  # abort() of this process
     yield "kill", _one_of(0, (pid,)), errno.EPERM

@@ -26,6 +26,7 @@ def main(text: str) -> NoReturn:
     settings: dict[str, Any] = json.loads(text)
     control = socket.socket(fileno=settings["control"])
     kernel.die_with_parent(None)
+    del sys.argv[1:], sys.orig_argv[1:]  # paths of this machine
     try:
         home = None
         if settings["level"] == Level.NAMESPACES:

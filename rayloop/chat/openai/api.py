@@ -75,9 +75,18 @@ class ToolFunction(BaseModel):
 
     @model_validator(mode="after")
     def _is_a_schema(self) -> Self:
-        if why := _no_schema(json.dumps(self.parameters)):
+        try:
+            text = json.dumps(self.parameters)
+            why = (_no_schema if len(text) <= KEPT else _no_schema.__wrapped__)(text)
+        except RecursionError:
+            why = "it is nested too deeply"
+        if why:
             raise ValueError(f"parameters of {self.name} are no JSON schema: {why}")
         return self
+
+
+KEPT = 1 << 14
+"""Characters of a schema whose check is remembered: 512 of them stay."""
 
 
 @functools.lru_cache(512)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayloop.chat.openai.routes import AnswersChats, add_routes
+from rayloop.connections import Impatient
 from rayloop.web import KEY, application, bearer, documented, problem
 
 READY = 30.0
@@ -86,7 +87,8 @@ class Endpoint:
             listening.bind(("127.0.0.1", 0))
             listening.listen(2048)
             self._port = listening.getsockname()[1]
-            config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off", timeout_keep_alive=KEPT_ALIVE)
+            options: dict[str, Any] = {"log_config": None, "access_log": False, "lifespan": "off", "timeout_keep_alive": KEPT_ALIVE}
+            config = uvicorn.Config(self._app(), http=Impatient, **options)
             self._server = _Server(config)
             self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
             async with asyncio.timeout(READY):

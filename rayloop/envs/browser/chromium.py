@@ -15,7 +15,7 @@ from rayloop.sandbox.memory import beyond
 
 FLAGS = (
     "--disable-gpu", "--disable-quic", "--disable-smooth-scrolling", "--disable-partial-raster",
-    "--js-flags=--max-old-space-size=512",
+    "--js-flags=--max-old-space-size=512", "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
 )  # fmt: skip
 """Wheel turns take effect at once; equal pages have equal pixels; a page's script ends at half a GiB by an error of its own."""
 MIB = 1 << 20

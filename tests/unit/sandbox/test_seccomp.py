@@ -57,6 +57,18 @@ def test_arguments_decide_about_the_others(machine: str) -> None:
         assert not call("clone", namespace)
         assert not call("clone", 0x3D0F00 | namespace), "nor one for a thread"
     assert not call("clone3")
+    for private in (0 | 128, 1 | 128, 3 | 128, 9 | 256 | 128):
+        assert call("futex", 0, private)
+    assert call("futex", 0, 0), "the end of a thread"
+    assert call("futex", 0, 9 | 256)
+    for shared in (1, 3, 4, 5, 7, 10, 12, 1 | 256):
+        assert not call("futex", 0, shared), "a page of a file is another's too"
+    assert call("madvise", 0, 4096, 4)
+    assert call("madvise", 0, 4096, 14)
+    for advice in (1, 2, 3, 9, 12, 20, 21, 25, 100):
+        assert not call("madvise", 0, 4096, advice)
+    assert call("membarrier", 8)
+    assert not call("membarrier", 1), "a barrier of all processes"
     assert call("kill", 7, 9)
     assert not call("kill", 0xFFFFFFFF, 9)
     assert not call("tgkill", 1, 1, 9)
