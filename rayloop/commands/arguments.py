@@ -46,11 +46,19 @@ def cluster(arguments: argparse.Namespace) -> Iterator[tuple[str | None, str | N
 @contextmanager
 def live_cluster(folder: RunFolder) -> Iterator[Place]:
     """Where the run in ``folder`` lives, with Ray's variables set for joining it. Raises ConfigError when it is no live run."""
-    place = read_place(folder.cluster)
-    reachable(place.address, str(folder.cluster))
+    place = live_place(folder)
     token = Path(place.token_file) if place.token_file else None
     with joined_cluster(place.address, token, insecure=token is None):
         yield place
+
+
+def live_place(folder: RunFolder) -> Place:
+    """Where the run in ``folder`` lives, and answers. Raises ConfigError when it is no live run of this user."""
+    place = read_place(folder.cluster)
+    if folder.lock.holder() is None:  # killed: by now another program, or another user's, may have its ports
+        raise ConfigError(f"{folder.path} is no live run: the process that ran it has ended, or was killed")
+    reachable(place.address, str(folder.cluster))
+    return place
 
 
 def reachable(address: str, what: str) -> None:

@@ -15,11 +15,14 @@ from rayloop.commands.arguments import live_cluster
 from rayloop.core.failures import ConfigError
 from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder
+from rayloop.run.place import own_copy
 from rayloop.view.reader import ENDS
 from rayloop.view.status import status, text
 from rayloop.view.words import describe, span, visible
 
 POLL = 0.5
+LOOKED_AT = 2**20
+"""Bytes at the end of a log in which its last lines are looked for."""
 
 
 def add_status(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +53,7 @@ def _logs(arguments: argparse.Namespace) -> int:
     if arguments.lines < 1:
         raise ConfigError(f"--lines {arguments.lines}: expected 1 or more")
     folder = RunFolder.at(arguments.run_folder.resolve())
-    if not folder.cluster.exists():
+    if not own_copy(folder.cluster).exists():
         for name, text in _kept(folder, arguments.role, arguments.lines):
             print(f"=== {name} ===\n{visible(text)}", flush=True)
         return 0
@@ -69,8 +72,10 @@ def _kept(folder: RunFolder, role: str | None, lines: int) -> Iterator[tuple[str
         why = "the names of its files have no roles: leave out --role" if files else "its folder keeps no logs"
         raise ConfigError(f"{folder.path} is no live run, and {why}")
     for path in files:
-        text = path.read_text(errors="replace", encoding="utf-8").splitlines(keepends=True)[-lines:]
-        yield str(path.relative_to(folder.path)), "".join(text)
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOOKED_AT))
+            end = file.read(LOOKED_AT).decode(errors="replace")
+        yield str(path.relative_to(folder.path)), "".join(end.splitlines(keepends=True)[-lines:])
 
 
 def add_stacks(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from rayloop.launch.node import head, run_node, worker
-from rayloop.launch.rendezvous import ROOT
+from rayloop.launch.rendezvous import ROOT, default_root
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for role, run, cpus in (("head", head, "default: 0"), ("worker", worker, "default: those of the job, or all")):
         node = roles.add_parser(role, help=f"a {role} node; ends with SIGTERM")
         node.add_argument("--cluster", required=True, metavar="NAME", help="nodes of the same name find each other")
-        node.add_argument("--rendezvous", type=Path, default=Path(os.environ.get("RAYLOOP_RENDEZVOUS", ROOT)), metavar="DIR",
+        node.add_argument("--rendezvous", type=Path, default=default_root(), metavar="DIR",
                           help=f"folder that all nodes see (default: RAYLOOP_RENDEZVOUS, else {ROOT})")  # fmt: skip
         node.add_argument("--num-cpus", type=int, help=f"CPUs to offer ({cpus})")
         node.add_argument("--num-gpus", type=int, help="GPUs to offer (default: none for a head, else those of the job, or all)")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rayloop.commands.arguments import add_cluster, add_overrides, cluster, reachable
+from rayloop.commands.arguments import add_cluster, add_overrides, cluster, live_place, reachable
 from rayloop.config.settings import Component, SettingsModel, load, local_path
 from rayloop.config.yaml_source import parse_value
 from rayloop.core.failures import ConfigError, InfrastructureFailure
@@ -17,7 +17,6 @@ from rayloop.judge.client import ClientSettings, JudgeClient
 from rayloop.judge.transport import JudgeConnection
 from rayloop.launch.ray_variables import joined_cluster
 from rayloop.run.folder import RunFolder
-from rayloop.run.place import read_place
 from rayloop.serve_apps.settings import CONFIGS, LOOPBACK, HttpOptions, PolicyLimits, ServeFile
 
 ANNOUNCED = Path("runs/judge.json")
@@ -148,11 +147,12 @@ def _serve_policy(arguments: argparse.Namespace) -> int:
             raise ConfigError("--name looks in a running cluster: give its --address, or the run's folder with --run")
         names, announced = "", arguments.announce or Path(f"runs/policy-{arguments.name}.json")
     else:
-        file = RunFolder.at(arguments.folder.resolve()).cluster
-        place = read_place(file)
+        folder = RunFolder.at(arguments.folder.resolve())
+        file, place = folder.cluster, live_place(folder)
         address, token, names = place.address, Path(place.token_file) if place.token_file else None, place.namespace
         announced = arguments.announce or file.with_name("policy.json")
-    reachable(address, str(file or address))
+    if file is None:
+        reachable(address, address)
     key = None if arguments.insecure else arguments.key_file or announced.with_suffix(".key")
     announced.parent.mkdir(parents=True, exist_ok=True)
     with joined_cluster(address, token, insecure=bool(file) and token is None):

@@ -10,6 +10,7 @@ that does not listen gets as long as Ray itself gives it: a network may come bac
 """
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -32,6 +33,11 @@ UNPUBLISHED = 600.0
 """Seconds after which a head ends that cannot publish its entry: no new node can find it meanwhile."""
 WAITS = 5.0
 """Seconds that a problem lasts before it is reported."""
+
+
+def default_root() -> Path:
+    """Where this user's rendezvous folders are, unless a command names another place."""
+    return Path(os.environ.get("RAYLOOP_RENDEZVOUS", ROOT)).expanduser()
 
 
 class NoHead(InfrastructureFailure):

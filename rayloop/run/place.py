@@ -1,7 +1,12 @@
-"""Where a live run is: the cluster and the namespace in which others find its actors by their names, without starting anything."""
+"""Where a live run is: the cluster and the namespace in which others find its actors by their names, without starting anything.
+
+A run folder may have been made by a stranger, and unpacked or copied here. Who follows its ``cluster.json`` sends a token to the
+address in it, and unpickles the answers. So commands read this user's own copy, which the run writes where rendezvous folders are.
+"""
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,6 +15,12 @@ from pathlib import Path
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import needed, trusted, write_whole
+from rayloop.launch.rendezvous import default_root
+
+logger = logging.getLogger(__name__)
+
+OWN = ".runs"
+"""Folder beside the rendezvous folders, one file per live run. No cluster's name begins with a dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,32 +44,52 @@ def run_of(namespace: str) -> str:
     return rest.rpartition("-")[0] if begin == "rayloop" else ""
 
 
+def own_copy(file: Path) -> Path:
+    """This user's copy of the ``cluster.json`` of a run: which one follows from the run's folder alone, not from what is in it."""
+    return default_root() / OWN / f"{namespace(file.parent)}.json"
+
+
 @contextmanager
 def findable(file: Path, address: str, namespace: str, metrics: Sequence[str] = ()) -> Iterator[None]:
-    """Write this process's cluster address, readable by its owner only, until the block ends; beside it ``prometheus.json``, the
-    ``metrics`` ports (host:port) for Prometheus' ``file_sd_configs``. Raises StorageFailed."""
+    """Write this process's cluster address, readable by its owner only, until the block ends: into the run's folder, and as this
+    user's own copy. Beside the former ``prometheus.json``, the ``metrics`` ports (host:port) for Prometheus' ``file_sd_configs``.
+    Raises StorageFailed."""
     token = os.environ.get("RAY_AUTH_TOKEN_PATH", "") if os.environ.get("RAY_AUTH_MODE") == "token" else ""
-    place = Place(address, token, namespace)
+    place = json.dumps(asdict(Place(address, token, namespace))).encode()
     with needed(file):
-        write_whole(file, json.dumps(asdict(place)).encode(), mode=0o600, durable=False)
+        write_whole(file, place, mode=0o600, durable=False)
         write_whole(file.with_name("prometheus.json"), json.dumps([{"targets": list(metrics)}]).encode(), durable=False)
+    own = own_copy(file)
+    try:
+        own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(own, place, mode=0o600, durable=False)
+    except OSError as error:  # a home that is read-only: the run itself does not need it
+        logger.warning("%s cannot be written (%s): logs, stacks and policy serve will not find this run", own, error)
     try:
         yield
     finally:
-        for written in (file, file.with_name("prometheus.json")):
+        for written in (file, file.with_name("prometheus.json"), own):
             with suppress(OSError):
                 written.unlink()
 
 
 def read_place(file: Path) -> Place:
-    """Where the run of this file is. Raises ConfigError when it is not running, or when another user could have written that."""
+    """Where the run with this ``cluster.json`` is, from this user's own copy. Raises ConfigError when it is not running, when
+    somebody else started it, or when another user could have written the copy."""
+    own = own_copy(file)
     try:
-        trusted(file, "the run's place")
-        return Place(**json.loads(file.read_bytes()))
+        trusted(own.parent, "the folder of your runs' places")
+        trusted(own, "the run's place")
+        return Place(**json.loads(own.read_bytes()))
     except FileNotFoundError as error:
+        if file.exists():
+            raise ConfigError(
+                f"{file.parent} is no live run of yours: its {file.name} is not followed, since {own} does not know it. If you "
+                "started it on another machine or with another RAYLOOP_RENDEZVOUS, run this command there, or set that variable"
+            ) from error
         raise ConfigError(
             f"{file.parent} is no live run: there is no {file.name}. Name the folder of a run that is running, or start one "
             f"(`python -m rayloop train`)"
         ) from error
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
+        raise ConfigError(f"{own} cannot be read: {error}") from error
