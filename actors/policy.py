@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import ray
 
 from rayloop.actors.base import Actor
 from rayloop.actors.failures import fetch
+from rayloop.core.failures import WorkerStartFailed
 from rayloop.core.files import Checksum, appears
 from rayloop.core.groups import Credit, Group, Member
 from rayloop.core.model_files import resolve
@@ -28,7 +30,14 @@ from rayloop.grpo.staleness import lag
 from rayloop.transports.seam import Sender
 from rayloop.transports.settings import TransportSettings
 
-Address = tuple[str, int]
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """Where the ranks meet, and the ``secret`` that only they know."""
+
+    host: str
+    port: int
+    secret: str = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,32 +137,46 @@ class PolicyRank(Actor):
         self._meeting: Any = None
         self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = ((), {}, 0.0)
 
-    def address(self) -> Address | None:
-        """Open the rendezvous of the ranks on a free port. None on all but the first rank. Raises WorkerStartFailed."""
+    def address(self) -> Invitation | None:
+        """Open the meeting of the ranks on a free port. None on all but the first rank. Raises WorkerStartFailed."""
         if self.rank:
             return None
+        host, secret = ray.util.get_node_ip_address(), secrets.token_hex(16)
+        if self.world_size == 1:
+            return Invitation(host, 0, secret)
         grow_segments()
         from rayloop.engines.training.sharding import meeting_place
 
-        host = ray.util.get_node_ip_address()
         self._meeting = meeting_place((host, 0), COLLECTIVE_TIMEOUT, first=True)
-        return host, self._meeting.port
+        return Invitation(host, self._meeting.port, secret)
 
-    def join(self, meeting: Address | str) -> None:
+    def join(self, meeting: Invitation | str) -> None:
         """Build the engine; returns when all ranks have met, at ``meeting`` or a shared file://. Raises WorkerStartFailed."""
         grow_segments()
         from rayloop.engines.training.fsdp import FsdpEngine
-        from rayloop.engines.training.sharding import meeting_place
         from rayloop.transports.seam import transport
 
         s = self.settings
-        where = meeting if isinstance(meeting, str) else self._meeting or meeting_place(meeting, COLLECTIVE_TIMEOUT, first=False)
+        where = meeting if isinstance(meeting, str) else self._met(meeting)
         self.engine = FsdpEngine(
             s.model, s.engine, s.optimizer, s.loss, rank=self.rank, world_size=self.world_size, init_method=where, seed=s.seed
         )
         self._alone = s.adapters_alone and self.engine.family.adapters
         if self.rank == 0:
             self.sender = transport(s.transport, s.folder).sender(ray.util.get_node_ip_address())
+
+    def _met(self, invited: Invitation) -> Any:
+        """The store of the ranks, once all are there: one rank alone listens nowhere. Raises WorkerStartFailed."""
+        from rayloop.engines.training.sharding import alone, meeting_place
+
+        if self.world_size == 1:
+            return alone()
+        place = self._meeting or meeting_place((invited.host, invited.port), COLLECTIVE_TIMEOUT, first=False)
+        try:
+            _, store = place.join(invited.secret, self.world_size, self.rank)
+        except RuntimeError as error:
+            raise WorkerStartFailed(f"the policy's ranks did not meet at {invited.host}:{invited.port}: {error}") from error
+        return store
 
     def sleep(self) -> None:
         """Leave the GPU to the engines."""

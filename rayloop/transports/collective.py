@@ -9,7 +9,7 @@ import pickle
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from rayloop.core.failures import BroadcastFailed, PolicyLost
@@ -66,11 +66,11 @@ def views(bucket: Tensor, records: Mapping[str, TensorRecord]) -> dict[str, Tens
 
 @dataclass(frozen=True, slots=True)
 class BroadcastGroup:
-    """How ``size`` members of the process group find each other: the sender's TCP store at ``host:port``, keys below ``name``."""
+    """How ``size`` members of the process group find each other: at ``host:port``, by the ``name``, which only they know."""
 
     host: str
     port: int
-    name: str
+    name: str = field(repr=False)
     size: int
 
 
@@ -140,11 +140,11 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
     def invite(self, engines: tuple[int, ...], failures: int) -> BroadcastGroup:
         """Returns the group for this rank and the engines with these serial numbers. It is the existing group unless the engines or
         the number of failed broadcasts have changed."""
-        port = self._membership.serve(self._host)
         if self._meeting is None or self._invited != (engines, failures):
             self._invited = (engines, failures)
             size = 1 + len(engines) * max(1, self._settings.workers)
-            self._meeting = BroadcastGroup(self._host, port, secrets.token_hex(8), size)
+            port = self._membership.serve(self._host)
+            self._meeting = BroadcastGroup(self._host, port, secrets.token_hex(16), size)
         return self._meeting
 
     def send(self, version: Version, weights: Iterable[tuple[str, Tensor]], meeting: BroadcastGroup) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -10,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rayloop.transports.meeting import Meeting
+
 RAISING = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 """NCCL's constructor reads these. Without them PyTorch's watchdog ends the process of a failed or late broadcast: no exception."""
 CONSTRUCTING = threading.Lock()
-LOOK = 0.05
-"""Seconds between two checks of which members have joined."""
 
 
 class Membership:
@@ -25,43 +24,26 @@ class Membership:
         self._backend, self._timeout = backend, timedelta(seconds=timeout)
         self.device = torch.device("cuda" if backend == "nccl" else "cpu")
         """Device of the tensors to broadcast."""
-        self._server: dist.TCPStore | None = None
+        self._opened: Meeting | None = None
         self._group: dist.Backend | None = None
         self._name: str | None = None
 
     def serve(self, host: str) -> int:
-        """Open the TCP store where members find each other, if it is not open. Returns its port at ``host``."""
-        if self._server is None:
-            self._server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        return int(self._server.port)
+        """Open a meeting of members at ``host``, in place of an earlier one. Returns its port. Raises OSError and RuntimeError."""
+        self._opened = Meeting(host, 0, self._timeout.total_seconds(), first=True)
+        return self._opened.port
 
     def join(self, host: str, port: int, name: str, size: int) -> None:
-        """Become one of ``size`` members of the group ``name``; the process that called ``serve`` is rank 0. Raises RuntimeError
-        when the others do not join in time, or the group is full. All wait at the store: NCCL's constructor has no deadline."""
+        """Become one of ``size`` members of the group ``name``, which is secret; the process that called ``serve`` is rank 0.
+        Raises RuntimeError when the others do not join in time, or the group is full. All wait for each other here: NCCL's
+        constructor has no deadline."""
         if self._group is not None and name == self._name:
             return
         self.leave()
-        store = dist.PrefixStore(name, self._server or dist.TCPStore(host, port, is_master=False, timeout=self._timeout))
-        rank = 0 if self._server else store.add("joined", 1)
-        if rank >= size:
-            raise RuntimeError(f"{rank} receivers came to a meeting of {size - 1}")
-        self._meet(store, rank, size)
+        meeting = self._opened or Meeting(host, port, self._timeout.total_seconds(), first=False)
+        rank, store = meeting.join(name, size)
         form = _nccl if self._backend == "nccl" else dist.ProcessGroupGloo
         self._group, self._name = form(store, rank, size, self._timeout), name
-
-    def _meet(self, store: dist.Store, rank: int, size: int) -> None:
-        """Rank 0 waits for the others at the store, then releases all. Raises RuntimeError after ``timeout``."""
-        if rank:
-            store.set(f"came/{rank}", "")
-            store.wait(["begin"], self._timeout)
-            return
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while (came := sum(store.check([f"came/{other}"]) for other in range(1, size))) < size - 1:
-            if time.monotonic() > deadline:
-                within = self._timeout.total_seconds()
-                raise RuntimeError(f"{came} of {size - 1} receivers came to the meeting within {within:g} s")
-            time.sleep(LOOK)
-        store.set("begin", "")
 
     def broadcast(self, buffer: Tensor) -> None:
         """Copy rank 0's buffer into the others' buffers. Raises RuntimeError when a member is gone or late."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -22,34 +24,43 @@ from tests.support.runs import settings
 
 
 class Crowded(PolicyRank):
-    """Somebody else binds the port as soon as it is announced."""
+    """Somebody else wants the port as soon as it is announced."""
 
     def address(self) -> Any:
         found = super().address()
-        self.taken = socket.socket()
-        _, port = found if isinstance(found, tuple) else str(found).removeprefix("tcp://").split(":")
-        try:
-            self.taken.bind(("", int(port)))
-            self.taken.listen()
-        except OSError:
-            self.kept = True
+        if found is not None and found.port:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((found.host, found.port))
         return found
 
 
-def test_a_port_that_was_announced_cannot_be_taken(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def start(ranks: int, tmp_path: Path, model: Path) -> list[Crowded]:
     torch.set_num_threads(1)
-    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    c = RunConfig.model_validate(settings(tmp_path, digits_model))
+    c = RunConfig.model_validate(settings(tmp_path, model))
     made = RankSettings(c.model, c.policy.engine, c.policy.optimizer, c.policy.loss, c.transport, str(tmp_path), 0)
-    policy = PolicyGroup(c.policy, lambda rank: LocalActor(Crowded(made, rank, 1)))
+    policy = PolicyGroup(c.policy, lambda rank: LocalActor(Crowded(made, rank, ranks)))
     asyncio.run(policy.start())
-    rank = policy.ranks[0].actor
+    return [rank.actor for rank in policy.ranks]
+
+
+def test_a_rank_without_others_listens_nowhere(tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    before = set(psutil.Process().net_connections("tcp"))
+    [rank] = start(1, tmp_path, digits_model)
     try:
-        assert rank.kept
         assert "language" in rank.engine.parameter_groups()
+        opened = set(psutil.Process().net_connections("tcp")) - before
+        assert not [one for one in opened if one.status == psutil.CONN_LISTEN and one.laddr.ip != "127.0.0.1"]
     finally:
-        rank.taken.close()
         rank.engine.close()
+
+
+def test_a_port_that_was_announced_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    rank = Crowded(SimpleNamespace(), 0, 2)  # type: ignore[arg-type]
+    invited = rank.address()
+    assert invited.port
+    assert invited.secret not in repr(invited)
 
 
 def test_a_place_that_cannot_be_had_is_named() -> None:

@@ -16,6 +16,7 @@ from rayloop.core.failures import ConfigError, RayloopError, WorkerStartFailed
 from rayloop.engines.settings import FsdpSettings
 from rayloop.engines.training.scorer import Scorer
 from rayloop.transports.manifest import DTYPES
+from rayloop.transports.meeting import Meeting
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
@@ -24,15 +25,20 @@ LOADING = 4 * 3600.0
 """Seconds that the ranks wait for the first one to load the model; the driver's own deadline is shorter."""
 
 
-def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> dist.TCPStore:
-    """Returns the store at (host, port) where ranks find each other. ``first`` opens it; port 0 is any free port. It stays open, so
-    that no other process takes the port before the ranks meet. Raises WorkerStartFailed."""
+def meeting_place(address: tuple[str, int], timeout: float, *, first: bool) -> Meeting:
+    """Where the ranks find each other, at (host, port). ``first`` opens it; port 0 is any free port. It stays open, so that no
+    other process takes the port before the ranks meet. Raises WorkerStartFailed."""
     host, port = address
     try:
-        return dist.TCPStore(host, port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    except RuntimeError as error:
+        return Meeting(host, port, timeout, first=first)
+    except (OSError, RuntimeError) as error:
         what = "opened" if first else "reached"
         raise WorkerStartFailed(f"the place {host}:{port} where the policy's ranks meet cannot be {what}: {error}") from error
+
+
+def alone() -> dist.Store:
+    """For a rank without others: in this process's memory."""
+    return dist.HashStore()
 
 
 def join(
