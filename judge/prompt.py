@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rayloop.core.failures import InfrastructureFailure
-from rayloop.data.images import data_url, portable
+from rayloop.core.files import content
+from rayloop.data.images import MOST_BYTES, data_url, portable
 from rayloop.judge.api import JudgeItem, VerdictKind
 from rayloop.judge.rubric import CANARY_IMAGE, Example, Rubric, canary_image
 
@@ -98,7 +99,7 @@ def _reply(example: Example) -> str:
 def _image(path: str) -> Mapping[str, Any]:
     """The image as a ``data:`` URL, with the pixels that the policy was shown."""
     try:
-        data = canary_image() if path == CANARY_IMAGE else Path(path).read_bytes()
+        data = canary_image() if path == CANARY_IMAGE else content(path, MOST_BYTES)
         return {"type": "image_url", "image_url": {"url": data_url(portable(data))}}
     except (OSError, ValueError, SyntaxError) as error:
         raise InfrastructureFailure(f"{path}: the image cannot be read: {error}") from error

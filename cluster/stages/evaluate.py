@@ -226,7 +226,14 @@ def _sha256(files: list[Path]) -> str:
 
 
 def _read(path: str, config: RunConfig) -> Dataset:
-    return Dataset(path, config.data.reader.build(), False, partial(print, "left out:", flush=True), config.environment.kinds)
+    return Dataset(
+        path,
+        config.data.reader.build(),
+        False,
+        partial(print, "left out:", flush=True),
+        config.environment.kinds,
+        anywhere=config.data.anywhere,
+    )
 
 
 def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:

@@ -175,7 +175,13 @@ class Rank:
         self.engine.close()
 
     def _read(self, path: str) -> Dataset:
-        return Dataset(path, self.config.data.reader.build(), False, lambda row: self._say(f"left out: {row}"))
+        return Dataset(
+            path,
+            self.config.data.reader.build(),
+            False,
+            lambda row: self._say(f"left out: {row}"),
+            anywhere=self.config.data.anywhere,
+        )
 
     def _snapshot(self, step: int) -> Path:
         return self.output / f"step_{step}"

@@ -66,7 +66,14 @@ def try_row(config: RunConfig, row: int | None, show: Write = partial(print, flu
 
 def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, Task]:
     failures: list[DataFailure] = []
-    dataset = Dataset(config.data.train, config.data.reader.build(), False, failures.append, config.environment.kinds)
+    dataset = Dataset(
+        config.data.train,
+        config.data.reader.build(),
+        False,
+        failures.append,
+        config.environment.kinds,
+        anywhere=config.data.anywhere,
+    )
     for failure in failures[:SHOWN_FAILURES]:
         write(f"left out: {failure}")
     if more := len(failures[SHOWN_FAILURES:]):

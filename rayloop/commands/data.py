@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_overrides(checking, "with a run: values to change")
     reader = "rayloop.data.dataset:ChatRows"
     checking.add_argument("--reader", metavar="MODULE:CLASS", default=reader, help=f"with a data file (default: {reader})")
+    checking.add_argument("--anywhere", action="store_true", help="with a data file: as data.anywhere=true")
     checking.set_defaults(run=_validate)
 
 
@@ -86,6 +87,7 @@ def validate_run(config: RunConfig) -> int:
             played.environment.episode.max_prompt_tokens,
             reward.compares,
             reads=played.environment.episode.environment.use != SINGLE_TURN,
+            anywhere=config.data.anywhere,
         )
         for path, played in files
         if path is not None
@@ -111,7 +113,7 @@ def _validate(arguments: argparse.Namespace) -> int:
         return validate_run(read(arguments.file, arguments.overrides))
     if arguments.overrides:
         raise ConfigError(f"{arguments.overrides[0]}: {arguments.file} is no YAML file of a run, which alone has keys to set")
-    return 1 if check(arguments.file, Component(use=arguments.reader)).problems else 0
+    return 1 if check(arguments.file, Component(use=arguments.reader), anywhere=arguments.anywhere).problems else 0
 
 
 ITEMS = "items.jsonl"

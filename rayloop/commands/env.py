@@ -150,7 +150,9 @@ class Recorded:
 def _of_run(config: RunConfig, row: int | str) -> tuple[EnvironmentKind, Task]:
     """The environment and the task of a usable row of a run, by its number or by the task's id. Raises ConfigError."""
     kinds, default = config.environment.kinds, config.environment.episode.environment
-    dataset = Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None, kinds)
+    dataset = Dataset(
+        config.data.train, config.data.reader.build(), False, lambda failure: None, kinds, anywhere=config.data.anywhere
+    )
     if isinstance(row, str):
         if (task := next((one for one in map(dataset.__getitem__, range(len(dataset))) if one.id == row), None)) is None:
             raise ConfigError(f"--from: {config.data.train} has no usable row of the task {row}")

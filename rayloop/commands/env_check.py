@@ -42,7 +42,7 @@ def check(arguments: argparse.Namespace) -> int:
     if min(count, arguments.rounds) < 1:
         raise ConfigError("--count and --rounds: expected a number above 0")
     kinds, episode = config.environment.kinds, config.environment.episode
-    rows = [*Dataset(config.data.train, config.data.reader.build(), False, _left_out, kinds)]
+    rows = [*Dataset(config.data.train, config.data.reader.build(), False, _left_out, kinds, anywhere=config.data.anywhere)]
     environments, tasks = Environments(episode.environment, kinds), cycle(rows)
     failed = 0
     try:

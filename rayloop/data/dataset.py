@@ -4,6 +4,7 @@ import base64
 import binascii
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,11 +40,14 @@ class Reader(Protocol):
 
 class Dataset:
     """The tasks of one file, without images. ``quarantine`` receives each bad row; with ``strict`` the first raises DataFailure.
-    Raises ConfigError when no row is left, ids are equal, or a row names an environment outside ``kinds``."""
+    A row may name files of its own folder only, links followed, unless they may lie ``anywhere``: it may be a stranger's, who
+    would have any file of this machine shown to the policy. Raises ConfigError when no row is left, ids are equal, or a row names
+    an environment outside ``kinds``."""
 
     def __init__(
-        self, path: str | Path, reader: Reader, strict: bool, quarantine: Callable[[DataFailure], None], kinds: Collection[str] = ()
-    ) -> None:
+        self, path: str | Path, reader: Reader, strict: bool, quarantine: Callable[[DataFailure], None],
+        kinds: Collection[str] = (), *, anywhere: bool = False,
+    ) -> None:  # fmt: skip
         self.path = Path(path)
         root = self.path.resolve().parent
         tasks: dict[str, Task] = {}
@@ -53,6 +57,8 @@ class Dataset:
             read += 1
             try:
                 task = _task(reader, row, where, root)
+                if not anywhere:
+                    _below(root, task, where)
             except DataFailure as failure:
                 if strict:
                     raise
@@ -141,6 +147,21 @@ def _task(reader: Reader, row: Any, where: str, root: Path) -> Task:
         return dataclasses.replace(task, id=str(task.id), environment=environment)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise DataFailure(where, f"{type(reader).__name__} cannot read the row: {short(error, 200)}") from error
+
+
+def _below(root: Path, task: Task, where: str) -> None:
+    """Raises DataFailure when the task names a file outside of ``root``."""
+    paths = [image.path for image in task.images if image.path]
+    for video in _several(task.extra.get("videos")):
+        paths += [path for path in _several(video) if isinstance(path, str)]
+    for path in paths:
+        if not Path(os.path.realpath(path)).is_relative_to(root):
+            why = f"{path} lies outside the folder of its data; data.anywhere=true allows it, for rows that you trust"
+            raise DataFailure(where, why)
+
+
+def _several(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else (value,)
 
 
 class ChatRows:

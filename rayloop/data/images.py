@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,17 @@ import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
 from rayloop.core.failures import DataFailure, ImageRefused, InfrastructureFailure
+from rayloop.core.files import NO_CONTENT, content
 from rayloop.core.model_families import family
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, ImageSource, PromptImage
 from rayloop.sandbox.pictures import rgb
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+ANIMATED = ("GIF",)
+"""Besides them for a whole video in one file."""
+FOREIGN = ("GIF", "BMP", "TIFF")
+"""Read besides them where a data set is prepared. Pillow knows formats that start other programs, such as EPS."""
 _OTHERS = {start: f"it is a {name}; convert it" for start, name in
            ((b"GI", "GIF"), (b"BM", "BMP"), (b"II", "TIFF"), (b"MM", "TIFF"), (b"%P", "PDF"), (b"<s", "SVG"))}  # fmt: skip
 """What other files begin with -> what is said of them; PIL would name the buffer they are read from."""
@@ -34,6 +38,9 @@ ORIENTATION = 0x0112
 MAX_PIXELS = 50_000_000
 """Of an image before it is resized: a larger one, 150 MB of pixels alone, is refused before it is decoded (image bombs)."""
 
+MOST_BYTES = 4 * MAX_PIXELS
+"""Of an image's file: of no format that is read has a picture of so many pixels more."""
+
 
 def encoding(data: bytes) -> str:
     """``png``, ``webp`` or ``jpeg``: how the bytes of an image are encoded."""
@@ -45,7 +52,9 @@ def data_url(data: bytes) -> str:
     return f"data:image/{encoding(data)};base64,{base64.b64encode(data).decode()}"
 
 
-_FILE_AT_FAULT = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_FILE_AT_FAULT = (
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, *NO_CONTENT,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +132,28 @@ def read(source: ImageSource) -> bytes:
     if source.path is None:
         raise DataFailure("image", "neither a path nor bytes are given")
     try:
-        return Path(source.path).read_bytes()
+        return content(source.path, MOST_BYTES)
     except ValueError as error:
         raise DataFailure(source.path, f"not a file name: {error}") from error
     except OSError as error:
         if error.errno in _FILE_AT_FAULT:
             raise DataFailure(source.path, f"cannot be read: {error.strerror}") from error
         raise InfrastructureFailure(f"{source.path}: the file system failed: {error}") from error
+
+
+def frame(source: ImageSource, alone: bool) -> bytes:
+    """The encoded bytes of a picture of a video, by its header; ``alone``: it may be the whole video, as an animated picture.
+    Raises DataFailure for any other file, and as ``read``."""
+    name = source.path or "image bytes"
+    data = read(source)
+    try:
+        with Image.open(io.BytesIO(data), formats=(*FORMATS, *ANIMATED) if alone else FORMATS) as image:
+            width, height = image.size
+    except _BROKEN as error:
+        raise DataFailure(name, f"no picture of a video: {error}") from error
+    if width * height > MAX_PIXELS:
+        raise ImageRefused(name, f"{width}x{height} pixels, the limit is {MAX_PIXELS} pixels")
+    return data
 
 
 def decode(data: bytes) -> Image.Image:

@@ -10,6 +10,12 @@ from rayloop.core.files import utf8
 
 _HEAD = 2**20
 """Bytes that show the shape of a file."""
+AT_ONCE = 256
+"""Rows of a parquet file that are decoded together, at most."""
+DECODED_AT_ONCE = 2**28
+"""Bytes that they may become then."""
+EXPANSION, LEAST_DECODED = 1000, 2**29
+"""A parquet file may become so many times its size, and this many bytes in any case: columns that repeat a long prompt do."""
 _NEEDED = "one JSON object per line is needed"
 _ARRAY = "is a JSON array"
 
@@ -96,13 +102,28 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}:{number}", row
 
 
+def _rows_at_once(metadata: Any) -> int:
+    """How many rows of a parquet file (pyarrow's metadata) are decoded together: each may be as large as all of a column, since a
+    dictionary holds equal values once."""
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    columns = (group.column(number) for group in groups for number in range(group.num_columns))
+    largest = max((column.total_uncompressed_size for column in columns), default=0)
+    return max(1, min(AT_ONCE, DECODED_AT_ONCE // max(1, largest)))
+
+
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
+    number, decoded = 0, 0
+    most = max(LEAST_DECODED, EXPANSION * path.stat().st_size)
     try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
+        file = pyarrow.parquet.ParquetFile(path)
+        for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata)):
+            decoded += batch.nbytes
+            if decoded > most:
+                why = f"its first {number + len(batch)} rows have {decoded:,} bytes, more than {EXPANSION} times the file's"
+                raise ConfigError(f"{path}: {why}: it was made to fill a memory. Write it again as JSONL if it is yours")
             found = batch.to_pylist()
             del batch
             for row in found:

@@ -30,11 +30,11 @@ class Checked:
 
 def check(
     path: Path, reader: Component, kinds: Collection[str] = (), length: Length | None = None, limit: int = 0,
-    compares: bool = True, reads: bool = False,
+    compares: bool = True, reads: bool = False, anywhere: bool = False,
 ) -> Checked:  # fmt: skip
     """Read every row with ``reader``, open its images, and print each bad row; a prompt of more than ``limit`` tokens by ``length``
-    is bad. ``reads``: the environment reads the columns. Raises ConfigError for a bad file or reader, an environment outside
-    ``kinds``."""
+    is bad, and an image outside of the file's folder, unless it may lie ``anywhere``. ``reads``: the environment reads the columns.
+    Raises ConfigError for a bad file or reader, an environment outside ``kinds``."""
     found, lengths, repeated = Checked(path), list[int](), list[str]()
 
     def report(failure: DataFailure) -> None:
@@ -42,7 +42,7 @@ def check(
         print(failure)
 
     built: Reader = reader.build()
-    dataset = Dataset(path, built, strict=False, quarantine=report, kinds=kinds)
+    dataset = Dataset(path, built, strict=False, quarantine=report, kinds=kinds, anywhere=anywhere)
     for task in dataset:
         where = dataset.where(task)
         try:

@@ -49,6 +49,8 @@ class DataSettings(SettingsModel):
     """JSONL, JSON array or parquet file of the training rows. Images are resolved relative to its folder."""
     eval: LocalPath | None = None
     """Held-out rows for ``evaluation``. Without them nothing shows whether the policy learns or memorises."""
+    anywhere: bool = False
+    """Rows may name images and videos outside of their file's folder. Set it for rows that you trust: any file may be shown."""
     reader: Annotated[Component, Role("reader", ("task",))] = Component(use="rayloop.data.dataset:ChatRows")
     """Turns a row into a task; by default verl's columns (prompt, images, reward_model, ...). Name your own for others."""
     order: Annotated[Component, Role("order", ("tier",))] | Literal["file"] | None = None

@@ -88,7 +88,7 @@ def _misfit(then: Mapping[str, Any], config: RunConfig, hashes: Mapping[str, str
     for key in {**old, **new}:
         if old.get(key) != new.get(key) and _fixed(key):
             return f"{key} was {old.get(key)} and is {new.get(key)}. Set it back"
-    tasks = len(Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None))
+    tasks = len(Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None, anywhere=config.data.anywhere))
     if tasks != then["tasks"]:  # also of the same file: another reader may leave out other rows
         return f"data.train had {then['tasks']} usable rows and has {tasks}, which are visited in another order. Name the same rows"
     return None

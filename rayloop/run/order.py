@@ -50,7 +50,7 @@ def _read(path: str, config: RunConfig, reporter: Reports) -> Dataset:
         left_out.append(failure)
         reporter.bad_row(failure)
 
-    dataset = Dataset(path, config.data.reader.build(), False, leave_out, config.environment.kinds)
+    dataset = Dataset(path, config.data.reader.build(), False, leave_out, config.environment.kinds, anywhere=config.data.anywhere)
     if len(left_out) > SHOWN:
         read = len(left_out) + len(dataset)
         why = f"{len(left_out)} of the {read} rows of {path} are left out; quarantine.jsonl of the run lists each with its reason"

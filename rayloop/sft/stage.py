@@ -129,7 +129,7 @@ def make_tiny(config: SftConfig) -> None:
         return
     from rayloop.engines.tiny_vlm import write_tiny_vlm
 
-    dataset = Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None)
+    dataset = Dataset(config.data.train, config.data.reader.build(), False, lambda failure: None, anywhere=config.data.anywhere)
     answers = built(config.answers)
     rng = random.Random(config.seed)
     texts = [text for task in dataset for text in _texts((*task.messages, *checked(answers.answer(task, rng), task)))]

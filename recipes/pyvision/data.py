@@ -13,6 +13,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.dataset import ChatRows, field, image_entry
+from rayloop.data.images import ANIMATED, FORMATS, read
 
 Published = Literal[
     "vistool_with_img_info_v2", "vis_tool_with_img_info_wo_init_image_v2", "vis_tool_with_img_info_video_v4", "deepeyes"
@@ -77,7 +78,7 @@ def filled(text: str, row: Mapping[str, Any], images: list[ImageSource], where: 
     """``text`` with the row's columns, and the first image's ``{width}`` and ``{height}``. Raises DataFailure."""
     field(row, "question", where)
     sized = images and ("{width}" in text or "{height}" in text)
-    size = dict(zip(("width", "height"), _size(images[0], where), strict=True)) if sized else {}
+    size = dict(zip(("width", "height"), _shape(images[0], where)[:2], strict=True)) if sized else {}
     return _FIELD.sub(lambda found: str(row.get(found[1], size.get(found[1], found[0]))), text)
 
 
@@ -93,7 +94,7 @@ def _asked(
     text = published_text(name)
     if name == "vis_tool_with_img_info_video_v4":
         return (Message("user", (text.format(query=question, video_info=_film(row, videos, where)),)),)
-    width, height = _size(images[0], where)
+    width, height, _ = _shape(images[0], where)
     if name == "vistool_with_img_info_v2":
         return (Message("user", (*images, "\n" + text.format(query=question, width=width, height=height))),)
     about = f"Image Width: {width}; Image Height: {height}\n"
@@ -106,12 +107,9 @@ def _film(row: Mapping[str, Any], videos: list[Any], where: str) -> str:
     if not videos:
         raise DataFailure(where, "the row has no videos, of which its prompt speaks")
     frames = videos[0] if isinstance(videos[0], list) else [videos[0]]
-    width, height = _size(ImageSource(frames[0]), where)
+    width, height, count = _shape(ImageSource(frames[0]), where)
     if len(frames) > 1:
         count = len(frames)
-    else:
-        with Image.open(frames[0]) as animated:
-            count = getattr(animated, "n_frames", 1)
     given = row.get("fps")
     rate = float((given[0] if isinstance(given, list | tuple) else given) or 1)
     return (
@@ -120,11 +118,11 @@ def _film(row: Mapping[str, Any], videos: list[Any], where: str) -> str:
     )
 
 
-def _size(image: ImageSource, where: str) -> tuple[int, int]:
-    """Width and height as the file has them. Raises DataFailure."""
+def _shape(image: ImageSource, where: str) -> tuple[int, int, int]:
+    """Width, height and number of pictures as the file has them. Raises DataFailure."""
     try:
-        with Image.open(io.BytesIO(image.data) if image.data is not None else str(image.path)) as opened:
-            return opened.size
+        with Image.open(io.BytesIO(read(image)), formats=(*FORMATS, *ANIMATED)) as opened:
+            return *opened.size, getattr(opened, "n_frames", 1)
     except (OSError, ValueError) as error:
         raise DataFailure(where, f"no readable image: {error}") from error
 

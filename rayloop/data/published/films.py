@@ -12,6 +12,11 @@ from rayloop.core.failures import ConfigError, DataFailure
 
 FRAMES_PER_SECOND = 2.0
 """Of the frames that are kept, unless ``data prepare`` asks for others."""
+SAFE = {
+    "protocol_whitelist": "file",
+    "format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,flv,ogg,asf,gif,m4v,h264,hevc,mjpeg,ivf",
+}
+"""Demuxers that read one file: playlists name others, and addresses on the network."""
 QUALITY = 90
 """Of the JPEG files, in Pillow's scale."""
 
@@ -39,7 +44,7 @@ def _pictures(av: Any, film: Path, per_second: float, where: str) -> Iterator[tu
     """The film's own frames per second with each picture that is kept. Raises DataFailure."""
     kept = 0
     try:
-        with av.open(str(film)) as opened:
+        with av.open(str(film), options=SAFE) as opened:
             stream = opened.streams.video[0]
             own = float(stream.average_rate or per_second or FRAMES_PER_SECOND)
             for index, frame in enumerate(opened.decode(stream)):

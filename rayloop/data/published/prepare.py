@@ -9,7 +9,6 @@ import json
 import math
 import random
 import re
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +18,12 @@ from typing import Any
 from PIL import Image
 
 from rayloop.config.settings import load
-from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.failures import ConfigError, DataFailure, ImageRefused
 from rayloop.core.files import write_whole
-from rayloop.core.types import derive
+from rayloop.core.types import ImageSource, derive
 from rayloop.data.dataset import image_entry
-from rayloop.data.images import FORMATS, probe
+from rayloop.data.images import FOREIGN, FORMATS, MAX_PIXELS, probe
+from rayloop.data.images import frame as read_frame
 from rayloop.data.images import read as read_image
 from rayloop.data.published.films import FRAMES_PER_SECOND, taken_apart
 from rayloop.data.published.source import ColumnMap, NewSplit, entries, folder, fractions, mapped, present
@@ -273,6 +273,7 @@ def stratified(strata: Sequence[Hashable], groups: Sequence[Hashable], wanted: M
 
 FRAMES = (".png", ".jpg", ".jpeg", ".webp")
 ANIMATED = (".gif", ".webp")
+READ = (*FORMATS, *FOREIGN)
 _SUFFIX = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 NAME = 20
 """Hexadecimal digits of a file's name."""
@@ -292,7 +293,7 @@ class Pictures:
         """The image's path relative to ``out``, width and height in pixels; other formats become PNG. Raises DataFailure."""
         data = _plain(self._bytes(entry, beside, where), where)
         name = hashlib.sha256(data).hexdigest()[:NAME]
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             path = f"images/{name}.{_SUFFIX[str(image.format)]}"
         if path not in self._sizes:
             _, width, height = probe(image_entry({"bytes": data}, where, self._root))
@@ -311,7 +312,7 @@ class Pictures:
             path = self._found(str(one), beside, where, or_folder=True)
             folder, rate = path if path.is_dir() else path.with_suffix(""), 0.0
             if path.suffix.lower() in ANIMATED and path.is_file():
-                found.append(self._relative(path))
+                found.append(self._relative(path, alone=True))
             elif folder.is_dir() and (shots := sorted(p for p in folder.iterdir() if p.suffix.lower() in FRAMES)):
                 found.append([self._relative(shot) for shot in shots])
             else:
@@ -320,14 +321,15 @@ class Pictures:
             rates.append(rate)
         return found, rates
 
-    def _relative(self, file: Path) -> str:
-        """The path relative to ``out`` of a picture of a video, which is copied there unless it lies there."""
+    def _relative(self, file: Path, alone: bool = False) -> str:
+        """The path relative to ``out`` of a picture of a video (``alone``: of a whole one), which is copied there unless it lies
+        there. Raises DataFailure for what is no picture."""
         out, file = self._out.resolve(), file.resolve()
         if not file.is_relative_to(out):
             copy = out / "frames" / f"{file.parent.name}-{hashlib.sha256(str(file.parent).encode()).hexdigest()[:8]}" / file.name
             if not copy.is_file() or copy.stat().st_size != file.stat().st_size:
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, copy)
+                copy.write_bytes(read_frame(ImageSource(path=str(file)), alone))
             file = copy
         return str(file.relative_to(out))
 
@@ -338,7 +340,7 @@ class Pictures:
         if isinstance(value, str) and (encoded := _base64(value)) is not None:
             return encoded
         if isinstance(value, str) and not value.startswith("data:"):
-            return self._found(value, beside, where).read_bytes()
+            return read_image(ImageSource(path=str(self._found(value, beside, where))))
         return read_image(image_entry(value, where, self._root))
 
     def _found(self, name: str, beside: str, where: str, or_folder: bool = False) -> Path:
@@ -346,11 +348,22 @@ class Pictures:
         if self._elsewhere is not None:
             parts = [part for part in re.split(r"[/\\]", name) if part not in ("", ".", "..")]
             places += [self._elsewhere.joinpath(*parts[start:]) for start in range(len(parts))]
-        for place in places:
+        for place in filter(self._inside, places):
             if place.is_file() or (or_folder and (place.is_dir() or place.with_suffix("").is_dir())):
                 return place
+        if any(place.is_file() for place in places):
+            raise DataFailure(where, f"{name} lies outside the data set; --images-root FOLDER says where its files may be")
         hint = "" if self._elsewhere or not Path(name).is_absolute() else "; --images-root FOLDER says where such files are here"
         raise DataFailure(where, f"no file {name}; looked for {', '.join(map(str, dict.fromkeys(places)))}{hint}")
+
+    def _inside(self, place: Path) -> bool:
+        """Whether a place lies in the data set, or where its files are said to be, links followed: its rows and its links may name
+        any file of this machine."""
+        roots = [self._root, *([self._elsewhere] if self._elsewhere else [])]
+        if self._root.parent.name == "snapshots":  # the Hub's cache, whose files are links
+            roots.append(self._root.parent.parent / "blobs")
+        found = place.resolve()
+        return any(found.is_relative_to(root.resolve()) for root in roots)
 
 
 def _base64(text: str) -> bytes | None:
@@ -359,7 +372,7 @@ def _base64(text: str) -> bytes | None:
         return None
     try:
         data = base64.b64decode(text, validate=True)
-        Image.open(io.BytesIO(data)).close()
+        Image.open(io.BytesIO(data), formats=READ).close()
     except (binascii.Error, ValueError, OSError):
         return None
     return data
@@ -367,9 +380,11 @@ def _base64(text: str) -> bytes | None:
 
 def _plain(data: bytes, where: str) -> bytes:
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=READ) as image:
             if image.format in FORMATS:
                 return data
+            if image.width * image.height > MAX_PIXELS:
+                raise ImageRefused(where, f"{image.width}x{image.height} pixels, the limit is {MAX_PIXELS} pixels")
             file = io.BytesIO()
             rgb(image).save(file, "PNG")
             return file.getvalue()

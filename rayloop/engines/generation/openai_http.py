@@ -17,8 +17,8 @@ from torch import Tensor
 from rayloop.chat.tokenizer import load_tokenizer
 from rayloop.core.failures import ConfigError, WeightSyncError, WorkerLost
 from rayloop.core.protocols import EngineHealth, Manifest
-from rayloop.core.types import Completion, FinishReason, PromptImage, Sampling, TokenPrompt, Version
-from rayloop.data.images import data_url, portable
+from rayloop.core.types import Completion, FinishReason, ImageSource, PromptImage, Sampling, TokenPrompt, Version
+from rayloop.data.images import data_url, portable, read
 from rayloop.engines.generation.openai_requests import client, request
 from rayloop.engines.models.saving import save_model
 from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngineSettings
@@ -190,4 +190,4 @@ def _filled(value: Any, folder: str) -> Any:
 
 
 def _data_url(image: PromptImage) -> str:
-    return data_url(portable(image.data if image.data is not None else Path(image.ref.path or "").read_bytes()))
+    return data_url(portable(image.data if image.data is not None else read(ImageSource(path=image.ref.path))))

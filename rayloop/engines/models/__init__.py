@@ -20,12 +20,13 @@ from transformers.utils.logging import disable_progress_bar
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError
+from rayloop.core.files import content
 from rayloop.core.model_families import family, unsupported
 from rayloop.core.model_files import Resolved
 from rayloop.core.protocols import Manifest
 from rayloop.core.threads import Cache
 from rayloop.core.types import ImageRef, PromptImage, TokenPrompt
-from rayloop.data.images import decode, image_geometry
+from rayloop.data.images import MOST_BYTES, decode, image_geometry
 from rayloop.engines.attention import packs_images, use_packed_vision
 from rayloop.engines.settings import ModelSettings
 from rayloop.transports.manifest import DTYPES as DTYPES
@@ -191,7 +192,7 @@ def read_image(ref: ImageRef, data: bytes | None = None) -> bytes:
         if ref.path is None:
             raise DataFailure(name, "the image has neither bytes nor a path")
         try:
-            data = Path(ref.path).read_bytes()
+            data = content(ref.path, MOST_BYTES)
         except FileNotFoundError as error:
             raise DataFailure(name, "the image does not exist") from error
         except OSError as error:

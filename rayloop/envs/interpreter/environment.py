@@ -6,7 +6,6 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,7 +14,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.images import probe
+from rayloop.data.images import frame, probe
 from rayloop.envs.interpreter import text
 from rayloop.sandbox import levels
 from rayloop.sandbox.cells import MOST_PIXELS
@@ -266,12 +265,13 @@ def _intact(images: Sequence[bytes], until: float) -> tuple[list[bytes], int]:
 
 
 def _videos(task: Task) -> list[list[bytes]]:
-    """The files of each video: one animated image, or one a frame. Raises DataFailure."""
+    """The files of each video: one animated image, or one a frame, each of them a picture: the policy's code gets their bytes.
+    Raises DataFailure."""
     given: Any = task.extra.get("videos", ())
     try:
-        paths = [[video] if isinstance(video, str) else list(video) for video in given]
-        return [[Path(path).read_bytes() for path in video] for video in paths]
-    except (OSError, TypeError) as error:
+        videos = [[video] if isinstance(video, str) else list(video) for video in given]
+        return [[frame(ImageSource(path=path), len(video) == 1) for path in video] for video in videos]
+    except TypeError as error:
         raise DataFailure(task.id, f"videos: {error}") from error
 
 

@@ -46,9 +46,9 @@ def read(path: Path, *, strict: bool = False) -> tuple[Dataset, list[tuple[str, 
 
 def test_verl_rows_become_tasks(tmp_path: Path) -> None:
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>Which of\n<image>?"}]
-    images = [{"image": "a.png"}, "/data/b.png"]
+    images = [{"image": "a.png"}, str(tmp_path / "b.png")]
     dataset, bad = read(write(tmp_path / "train.jsonl", row(3, prompt=prompt, images=images)))
-    first, second = ImageSource(path=str(tmp_path / "a.png")), ImageSource(path="/data/b.png")
+    first, second = ImageSource(path=str(tmp_path / "a.png")), ImageSource(path=str(tmp_path / "b.png"))
     messages = (Message("system", ("Be brief.",)), Message("user", (first, "Which of\n", second, "?")))
     columns = {name: value for name, value in row(3, images=images).items() if name != "prompt"}
     assert list(dataset) == [Task("geo/train/3", messages, "3", "geo", {**columns, "index": 3, "split": "train"})]

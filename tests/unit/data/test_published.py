@@ -368,18 +368,25 @@ def test_what_is_wrong_with_a_box_is_named(box: Any, kind: str, why: str) -> Non
     assert caught.value.reason == f"the box {box} ({kind}) {why}"
 
 
+def drawn(kind: str) -> bytes:
+    """A picture as this format has it."""
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(file, kind)
+    return file.getvalue()
+
+
 def test_a_film_needs_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written(tmp_path / "a.mp4", b"film")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(ConfigError, match=r'is a film, which PyAV takes apart: pip install "rayloop\[video\]"'):
         Pictures(tmp_path / "out", tmp_path, (".",)).frames("a.mp4", str(tmp_path), "row")
-    written(tmp_path / "b.gif", b"GIF")
+    written(tmp_path / "b.gif", drawn("GIF"))
     assert Pictures(tmp_path, tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row") == (["b.gif"], [0.0])
     (copied,), _ = Pictures(tmp_path / "out", tmp_path, (".",)).frames(["b.gif"], str(tmp_path), "row")
-    assert (tmp_path / "out" / str(copied)).read_bytes() == b"GIF"
-    written(tmp_path / "shots/0.png", b"PNG")
+    assert (tmp_path / "out" / str(copied)).read_bytes() == drawn("GIF")
+    written(tmp_path / "shots/0.png", drawn("PNG"))
     ((shots,), _) = Pictures(tmp_path / "out", tmp_path, (".",)).frames("shots", str(tmp_path), "row")
-    assert [(tmp_path / "out" / shot).read_bytes() for shot in shots] == [b"PNG"]
+    assert [(tmp_path / "out" / shot).read_bytes() for shot in shots] == [drawn("PNG")]
 
 
 def film(file: Path, rate: int) -> Path:
@@ -416,7 +423,7 @@ def test_a_film_is_taken_apart(per_second: float, kept: int, rate: float, tmp_pa
 def test_each_film_of_a_row_keeps_its_rate(videos: list[str], fps: str, rates: Any, tmp_path: Path) -> None:
     film(tmp_path / "hub/slow.mp4", 4)
     film(tmp_path / "hub/fast.mp4", 8)
-    written(tmp_path / "hub/a.gif", b"GIF")
+    written(tmp_path / "hub/a.gif", drawn("GIF"))
     asked = {"video_path": videos, "question": "Which?", "answer": "A"}
     written(tmp_path / "hub/pyvision_video_rl_data.json", [asked])
     command = ["data", "prepare", "pyvision_video", "--out", str(tmp_path / "out"), "--from", str(tmp_path / "hub"), "--fps", fps]
