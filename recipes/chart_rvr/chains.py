@@ -3,8 +3,8 @@ prepare chart_chains --rows ROWS.jsonl --url http://HOST:8000/v1 --model NAME --
 with the rows of another data set adds to the file."""
 
 import argparse
+import hashlib
 import json
-import os
 import re
 import sys
 import time
@@ -18,8 +18,9 @@ from typing import Any
 import httpx
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
+from rayloop.core.files import write_whole
 from rayloop.data.dataset import image_entry
-from rayloop.data.images import data_url, portable, read
+from rayloop.data.images import data_url, encoding, portable, read
 from rayloop.data.rows import rows
 from rayloop.recipes.chart_rvr.data import TYPES
 from rayloop.recipes.chart_rvr.rewards.embedders import openai_client
@@ -104,8 +105,18 @@ def _wanted(file: Path, most: int | None) -> Iterator[dict[str, Any]]:
 
 def _finished(teacher: "Teacher", row: Mapping[str, Any], root: Path, out: Path) -> dict[str, Any]:
     image = image_entry(row["image"], str(row["id"]), root)
-    chain = parsed(teacher.answer(read(image), str(row["query"]), str(row["label"])), str(row["id"]))
-    return {**row, "image": os.path.relpath(image.path, out) if image.path else row["image"], **chain}
+    data = read(image)
+    chain = parsed(teacher.answer(data, str(row["query"]), str(row["label"])), str(row["id"]))
+    return {**row, "image": _beside(data, out) if image.path else row["image"], **chain}
+
+
+def _beside(data: bytes, out: Path) -> str:
+    """Keep an image with the rows that name it, which may name no other folder. Returns its path relative to ``out``."""
+    name = f"images/{hashlib.sha256(data).hexdigest()[:20]}.{encoding(data)}"
+    if not (out / name).exists():
+        (out / "images").mkdir(exist_ok=True)
+        write_whole(out / name, data, durable=False)
+    return name
 
 
 def parsed(text: str, where: str = "") -> dict[str, Any]:
