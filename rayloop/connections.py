@@ -3,13 +3,13 @@
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEADERS = 10.0
 """Seconds for the headers of a request: the first one's since the connection was made, a later one's since its first byte."""
 MOST = 1 << 17
 """Bytes of these headers."""
-_BASE: Any = AutoHTTPProtocol
+_BASE: Any = HttpToolsProtocol
 
 
 class Impatient(_BASE):
@@ -23,17 +23,22 @@ class Impatient(_BASE):
         super().connection_made(transport)
         self._wait()
 
+    def on_message_begin(self) -> None:
+        """The first byte of a request, which may lie behind another request in what was received."""
+        super().on_message_begin()
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        """All headers of a request are there."""
+        super().on_headers_complete()
+        self._stop()
+
     def data_received(self, data: bytes) -> None:
         """Bytes of headers, of a body, or of both."""
-        before = self.cycle
         super().data_received(data)
-        if self.cycle is not before:  # a request has begun
-            self._stop()
-        elif before is None or before.response_complete:
-            self._sent += len(data)
-            self._wait()
-            if self._sent > MOST:
-                self.transport.abort()
+        self._sent = self._sent + len(data) if self._late is not None else 0
+        if self._sent > MOST:
+            self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""

@@ -4,10 +4,14 @@ import asyncio
 import hmac
 import json
 import logging
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from importlib.metadata import version
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -167,6 +171,8 @@ class Guard:
         return b"".join(chunks)
 
     def _refused(self, scope: Scope) -> Response | None:
+        if self._open and not addressed(scope):
+            return problem(421, "wrong_host", f"without a key {self._who} answers to its address or localhost only")
         if self._open or scope["path"] in OPEN:
             return None
         token = bearer(scope)
@@ -177,6 +183,23 @@ class Guard:
         if not self._admits(token):
             return problem(403, "wrong_key", f"this is not {self._who}'s key")
         return None
+
+
+def addressed(scope: Scope) -> bool:
+    """Whether a request names its server by an address or as localhost. A page of another site can have its own name lead to this
+    machine (DNS rebinding), and would read what needs no key."""
+    with suppress(ValueError):
+        host = urlsplit("//" + dict(scope["headers"]).get(b"host", b"").decode("latin-1")).hostname
+        return host == "localhost" or bool(ip_address(host or ""))
+    return False
+
+
+def with_token(url: str, token: str, file: Callable[[], Path]) -> str:
+    """The address to print: with its token for a terminal, else with the ``file`` that has it, which is made then. Other outputs
+    are kept in files that others may read."""
+    if not token:
+        return url
+    return f"{url}?token={token}" if sys.stdout.isatty() else f"{url} (its ?token= is in {file()})"
 
 
 def bearer(scope: Scope) -> bytes:

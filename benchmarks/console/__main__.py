@@ -96,7 +96,8 @@ def served(run: Path) -> Iterator[tuple[httpx.Client, psutil.Process]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            address, _, token = process.stdout.readline().removeprefix("console: ").strip().partition("/?token=")
+            address, _, file = process.stdout.readline().removeprefix("console: ").strip().partition("/ (its ?token= is in ")
+            token = Path(file.removesuffix(")")).read_text(encoding="utf-8")
             with httpx.Client(base_url=address, headers={"Authorization": f"Bearer {token}"}, timeout=120) as client:
                 yield client, psutil.Process(process.pid)
         finally:

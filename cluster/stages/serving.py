@@ -31,6 +31,7 @@ from rayloop.serve_apps.judge import app as judge
 from rayloop.serve_apps.judge.address import announce_in_ray, unclaimed
 from rayloop.serve_apps.policy import app as policy
 from rayloop.serve_apps.settings import LOOPBACK, ConsolePlace, HttpOptions, PolicyEndpointSettings, PolicyLimits, ServeFile
+from rayloop.web import with_token
 
 POLL = 1.0
 ASKED = 5.0
@@ -110,9 +111,13 @@ def serve_console(folder: Path, address: str, http: HttpOptions, key: Path | Non
     token's file. Raises ServeFailed, and ConfigError without ``room``."""
     prefix, file = f"/console/{folder.name}", str(key) if key else None
     with session({}, address, None, folder / "logs"), handling(signal.default_int_handler, signal.SIGTERM):
+
+        def shown(url: str) -> AbstractContextManager[str]:
+            token = read_key(file) if file else ""
+            return nullcontext(with_token(f"{url}{prefix}/", token, lambda: Path(file or "")))
+
         made = console.app(ConsolePlace(folder=str(folder), key_file=file, insecure=key is None))
-        shown = f"{prefix}/{f'?token={read_key(file)}' if file else ''}"
-        _serve("console", f"console-{folder.name}", made, http, lambda url: nullcontext(url + shown), prefix=prefix)
+        _serve("console", f"console-{folder.name}", made, http, shown, prefix=prefix)
     return 0
 
 

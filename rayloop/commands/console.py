@@ -16,9 +16,11 @@ from rich.table import Table
 from rayloop.commands.arguments import reachable
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
+from rayloop.core.files import write_whole
 from rayloop.core.threads import complete
 from rayloop.launch.ray_variables import joined_cluster
 from rayloop.run.folder import RunFolder
+from rayloop.run.place import own_copy
 from rayloop.serve_apps.settings import LOOPBACK, HttpOptions
 from rayloop.view.charts import HELD_OUT
 from rayloop.view.pictures import overlaid
@@ -26,6 +28,7 @@ from rayloop.view.progress import SEEN, Progress
 from rayloop.view.reader import Tail, by_step, series
 from rayloop.view.status import state, status
 from rayloop.view.words import gained, number, sampled, visible
+from rayloop.web import with_token
 
 POLL = 1.0
 FIGURES = ("reward/mean", "actor/entropy", "actor/kl", "rollout/trained_share", "timing_s/step", "perf/tokens_per_second")
@@ -54,21 +57,34 @@ def _console(arguments: argparse.Namespace) -> int:
         with joined_cluster(arguments.address, arguments.token_file):
             from rayloop.cluster.stages.serving import serve_console  # imports ray
 
-            return serve_console(folder.path, arguments.address, http, None if arguments.insecure else folder.path / "console.key")
+            key = None if arguments.insecure else _written(folder, secrets.token_urlsafe(24))
+            return serve_console(folder.path, arguments.address, http, key)
     try:
         listening = socket.create_server((arguments.host, arguments.port))
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host {arguments.host} --port {arguments.port}: {error}. Choose others, or leave them out") from error
     with suppress(KeyboardInterrupt):
-        _serve(folder, listening, _token(arguments.host, listening, arguments.insecure))
+        _serve(folder, listening, _token(folder, arguments.host, listening, arguments.insecure))
     return 0
 
 
-def _token(host: str, listening: socket.socket, insecure: bool = False) -> str:
+def _token(folder: RunFolder, host: str, listening: socket.socket, insecure: bool = False) -> str:
     """Print the console's address, and return the token that it asks for."""
     token = "" if insecure else secrets.token_urlsafe(24)
-    print(f"console: http://{host}:{listening.getsockname()[1]}/{token and f'?token={token}'}", flush=True)
+    url = f"http://{host}:{listening.getsockname()[1]}/"
+    print(f"console: {with_token(url, token, lambda: _written(folder, token))}", flush=True)
     return token
+
+
+def _written(folder: RunFolder, token: str) -> Path:
+    """A file with the token, which only this user can read: a new one, since whoever made the folder knows what was in it. Raises
+    ConfigError."""
+    for path in (folder.path / "console.key", own_copy(folder.cluster).with_suffix(".console.key")):
+        with suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(path, token.encode(), mode=0o600, durable=False)
+            return path
+    raise ConfigError(f"{path}: no place for the console's token; run the command in a terminal, which it is printed to")
 
 
 def _serve(folder: RunFolder, listening: socket.socket, token: str) -> None:
@@ -85,7 +101,7 @@ def _serve(folder: RunFolder, listening: socket.socket, token: str) -> None:
 def serve_beside(folder: RunFolder) -> None:
     """Print the address of a console on loopback, and serve it from when the run has begun until this process ends."""
     listening = socket.create_server((LOOPBACK[0], 0))
-    token = _token(LOOPBACK[0], listening)
+    token = _token(folder, LOOPBACK[0], listening)
 
     def serve() -> None:
         while not folder.used:

@@ -72,7 +72,7 @@ def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bo
     on the disk when this returns. Raises OSError, with the old content still there."""
     aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
-        with open(aside, "wb") as file:
+        with open(aside, "wb", opener=lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)) as file:
             file.write(data)
             if mode is not None:
                 os.fchmod(file.fileno(), mode)

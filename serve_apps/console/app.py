@@ -19,7 +19,7 @@ from rayloop.view.page import templates
 from rayloop.view.reader import Record
 from rayloop.view.strips import cut
 from rayloop.view.words import span
-from rayloop.web import bearer
+from rayloop.web import addressed, bearer
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -111,8 +111,10 @@ def guard(token: str, refused: Callable[[Request, Exception], Response]) -> Call
         return hmac.compare_digest(text.encode(), token.encode())
 
     async def answer(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
-        if token and fits(request.query_params.get("token", "")):
-            response: Response = RedirectResponse(str(request.url.remove_query_params("token")), 303)
+        if not token and not addressed(request.scope):
+            response: Response = refused(request, HTTPException(421, "Without a token it answers to its address or localhost."))
+        elif token and fits(request.query_params.get("token", "")):
+            response = RedirectResponse(str(request.url.remove_query_params("token")), 303)
             response.set_cookie(cookie, token, httponly=True, samesite="lax")
         elif not token or fits(request.cookies.get(cookie, "")) or fits(bearer(request.scope).decode(errors="replace")):
             response = await go_on(request)

@@ -59,7 +59,7 @@ def test_an_answer_has_the_engines_tokens_logprobs_and_weights(kind: str, tiny_v
     async def ask() -> dict[str, Any]:
         await served.load(served.start, WEIGHTS)
         app = web(PolicyService(settings, cast(Engines, direct)), "")
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost") as http:
             answer = await http.post("/v1/chat/completions", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         return cast(dict[str, Any], answer.json())

@@ -23,6 +23,7 @@ from rayloop.run.folder import RolloutDump, RunFolder
 from tests.envs.programs import needs
 from tests.envs.test_report import CLICKS, WIDE, check_clicks
 from tests.envs.test_report import painted as painted
+from tests.support.consoles import opened
 from tests.unit.view.test_strips import hostile as hostile
 from tests.unit.view.test_trajectory_page import CONFIG as CONFIG
 from tests.unit.view.test_trajectory_page import evaluated as evaluated
@@ -49,7 +50,7 @@ def served(run: RunFolder) -> Iterator[str]:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line.startswith("console: http://127.0.0.1:"), line
-            yield line.removeprefix("console: ").strip()
+            yield opened(line)
         finally:
             process.terminate()
             process.wait(20)

@@ -20,6 +20,7 @@ from fastapi.testclient import TestClient
 
 from rayloop.run.folder import RunFolder
 from rayloop.serve_apps.console.app import web
+from tests.support.consoles import opened
 from tests.support.judges import Served
 from tests.support.runs import ROOT, tagged
 from tests.unit.view.test_trajectory_page import CONFIG as CONFIG
@@ -51,7 +52,7 @@ def console(judge: Served, run: RunFolder, *options: str) -> Iterator[str]:
         try:
             assert process.stdout is not None
             line = next(line for line in process.stdout if line.startswith("console: "))
-            yield line.removeprefix("console: ").strip()
+            yield opened(line)
             process.terminate()
             assert "console: received a signal, ending" in process.stdout.read()
             assert process.wait(60) == 0
@@ -114,7 +115,7 @@ def test_the_page_of_the_judge_shows_what_a_real_one_says(judge: Served, tmp_pat
         settings = {"judge": {"url": judge.url, "key_file": str(judge.key_file)}}
         live.write_config(yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward", "with": settings}}}))
         judge.ready(2)
-        with TestClient(web(live, "")) as client:
+        with TestClient(web(live, ""), "http://127.0.0.1:8000") as client:
             page = client.get("/judge").text
     for said in ("ready", "openai stub", "Verdicts that were known.", "1: the last canary was judged right, in time."):
         assert said in page

@@ -33,7 +33,8 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(connections, "HEADERS", 0.5)
     protocol: Any = connections.Impatient
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_config=None, lifespan="off"))
+    config = uvicorn.Config(app, http=protocol, log_config=None, lifespan="off", timeout_keep_alive=60)
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     eventually(lambda: server.started, "the server", 30)
@@ -78,3 +79,13 @@ def test_headers_without_end_are_not_kept(port: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(connections, "HEADERS", 60.0)
     with connected(port) as connection, pytest.raises(ConnectionError):
         connection.sendall(BEGUN + b"x" * (64 << 20))
+
+
+def test_half_a_request_behind_a_whole_one_is_not_kept(port: int) -> None:
+    whole = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+    received = b""
+    with connected(port) as connection:
+        connection.sendall(whole + BEGUN)
+        while chunk := connection.recv(4096):
+            received += chunk
+    assert received.count(b"HTTP/1.1 200") == 1

@@ -32,7 +32,7 @@ TOKEN = "a token of the test"
 
 @contextmanager
 def served(of: RunFolder, token: str = "") -> Iterator[TestClient]:
-    with TestClient(web(of, token), follow_redirects=False) as client:
+    with TestClient(web(of, token), "http://testserver" if token else "http://localhost", follow_redirects=False) as client:
         yield client
 
 
@@ -82,7 +82,7 @@ def test_every_page_allows_its_own_files_only(evaluated: RunFolder) -> None:
 
 
 def test_all_links_of_a_console_below_another_address_lead_to_it(evaluated: RunFolder) -> None:
-    with TestClient(web(evaluated, ""), root_path="/console/run", follow_redirects=False) as client:
+    with TestClient(web(evaluated, ""), "http://localhost", root_path="/console/run", follow_redirects=False) as client:
         for path in ("/", "/rollouts?view=episodes", "/step/1", "/step/1/group/2", "/step/1/group/2/sample/1", "/evaluations"):
             page = client.get(f"/console/run{path}")
             assert page.status_code == 200

@@ -15,6 +15,7 @@ from rayloop.cli import main
 from rayloop.commands.console import serve_beside
 from rayloop.core import events
 from rayloop.run.folder import RunFolder
+from tests.support.consoles import opened
 
 STEPS = 3
 
@@ -83,7 +84,7 @@ def test_the_console_beside_a_run_has_an_address_at_once_and_pages_once_it_has_b
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     serve_beside(RunFolder(tmp_path, "run"))
-    address = capsys.readouterr().out.removeprefix("console: ").strip()
+    address = opened(capsys.readouterr().out)
     with pytest.raises(httpx.ReadTimeout):
         httpx.get(address, timeout=0.5)
     ended(tmp_path, "run", 0.25)

@@ -59,7 +59,7 @@ async def asked(backend: Grader, key: str = "k", chat: Any = None, **settings: A
     """A client of a service in this process, whose canary was asked once."""
     service = JudgeService(JudgeSettings.model_validate(settings), backend, chat, "r")
     transport = httpx.ASGITransport(web(service, key), raise_app_exceptions=False)
-    async with service.running(), httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
+    async with service.running(), httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
         await asyncio.sleep(0.05)
         yield client
 

@@ -71,7 +71,7 @@ def http(engines: Scripted) -> Iterator[TestClient]:
         {"run": "r", "namespace": "n", "model": MODEL, "insecure": True, "tokens": 600, "images": 2, "limits": limits}
     )
     engines.service = PolicyService(settings, cast(Engines, engines))
-    with TestClient(web(engines.service, "")) as client:
+    with TestClient(web(engines.service, ""), "http://localhost") as client:
         yield client
 
 
@@ -253,7 +253,7 @@ def test_a_stream_is_the_same_answer_in_chunks(http: TestClient, engines: Script
 def test_the_official_client_reads_a_stream_with_calls(http: TestClient, engines: Scripted) -> None:
     openai = pytest.importorskip("openai", reason="`make test-judge` installs it")
     engines.texts = [f"look {CALL}"]
-    client = openai.OpenAI(base_url="http://testserver/v1", api_key="k", http_client=http, max_retries=0)
+    client = openai.OpenAI(base_url="http://localhost/v1", api_key="k", http_client=http, max_retries=0)
     keys = {"logprobs": True, "stream_options": {"include_usage": True}}
     with client.chat.completions.stream(model="r", messages=[user("q")], tools=TOOLS, **keys) as stream:
         answer = stream.get_final_completion()
@@ -303,7 +303,7 @@ def test_more_answers_than_it_holds_are_turned_away(http: TestClient, engines: S
         import httpx
 
         transport = httpx.ASGITransport(app=http.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             body = {"model": "r", "messages": [user("q")], "n": 2}
             answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(3)))
             return sorted(answer.status_code for answer in answers)

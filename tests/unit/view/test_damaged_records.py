@@ -101,7 +101,7 @@ def test_every_command_and_page_shows_the_rest(
         told = capsys.readouterr().out + (tmp_path / "x.html").read_text(encoding="utf-8")
         assert f" of {name}" in told
         assert "damaged lines are left out" in told
-        with TestClient(web(evaluated, "")) as client:
+        with TestClient(web(evaluated, ""), "http://127.0.0.1:8000") as client:
             for page in PAGES:
                 assert client.get(page).status_code == 200, page
         assert Tail(evaluated.metrics).records()
