@@ -102,13 +102,16 @@ def _array(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}:{number}", row
 
 
-def _rows_at_once(metadata: Any) -> int:
-    """How many rows of a parquet file (pyarrow's metadata) are decoded together: each may be as large as all of a column, since a
-    dictionary holds equal values once."""
-    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+def _batches(path: Path) -> Iterator[Any]:
+    """The rows of a parquet file in parts that have a bounded size: each row may be as large as all of a column, since a dictionary
+    holds equal values once."""
+    import pyarrow.parquet
+
+    file = pyarrow.parquet.ParquetFile(path)
+    groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     columns = (group.column(number) for group in groups for number in range(group.num_columns))
     largest = max((column.total_uncompressed_size for column in columns), default=0)
-    return max(1, min(AT_ONCE, DECODED_AT_ONCE // max(1, largest)))
+    return iter(file.iter_batches(batch_size=max(1, min(AT_ONCE, DECODED_AT_ONCE // max(1, largest)))))
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -118,8 +121,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     number, decoded = 0, 0
     most = max(LEAST_DECODED, EXPANSION * path.stat().st_size)
     try:
-        file = pyarrow.parquet.ParquetFile(path)
-        for batch in file.iter_batches(batch_size=_rows_at_once(file.metadata)):
+        for batch in _batches(path):
             decoded += batch.nbytes
             if decoded > most:
                 why = f"its first {number + len(batch)} rows have {decoded:,} bytes, more than {EXPANSION} times the file's"
