@@ -116,7 +116,6 @@ def _batches(path: Path) -> Iterator[Any]:
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
-    import pyarrow.parquet
 
     number, decoded = 0, 0
     most = max(LEAST_DECODED, EXPANSION * path.stat().st_size)
