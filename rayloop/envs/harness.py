@@ -35,6 +35,8 @@ READY = 60.0
 """Seconds in which the process that starts agents has imported what it must."""
 SHOWN = 1500
 """Characters of an agent's output that a failure shows."""
+UNREACHED = ("Network is unreachable", "Temporary failure in name resolution")
+"""What programs without a network say."""
 PACKAGES = {"browsergym": "browsergym-miniwob miniwob openai"}
 """What pip installs for a module of another name."""
 
@@ -68,6 +70,8 @@ class Harness:
         alone: bool = True
         """Whether the agent has user, process and IPC namespaces of its own, where they work here: it then sees none but its own
         processes. Off for an agent that must see others."""
+        network: bool = False
+        """Whether an agent that is alone has this machine's network. Without, it reaches the policy and what it starts itself."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings, self.model = settings, settings.model
@@ -93,6 +97,7 @@ class Harness:
         limits = {"seconds": s.deadline, "memory_mb": s.memory_mb, "processes": s.processes}
         opens = {name: value for name, value in address.items() if name != "reward_key" or s.reward == "posted"}
         asked = {"run": s.run, "row": row, "address": opens, "limits": limits, "call": call, "alone": s.alone}
+        asked["network"] = s.network
         asked |= {"variables": self._variables(address), "folder": os.getcwd()}
         server = await in_thread(_fork_server, s.python or sys.executable, s.preload, timeout=2 * READY)
         found = await server.host(asked)
@@ -190,6 +195,8 @@ def _said(output: str, python: str) -> str:
     *earlier, last = output.strip()[-SHOWN:].split("\n")
     if lacking := re.search(r"No module named '(\w+)", last):
         last += f": {python} -m pip install {PACKAGES.get(lacking[1], lacking[1])}"
+    if any(sign in output for sign in UNREACHED):
+        last += " (with.network: true gives an agent this machine's network)"
     return "\n".join([f": {last}", *earlier]) if last else ""
 
 

@@ -21,7 +21,7 @@ import httpx
 WAYS = ["well", "crash", "rewritten", "hang", "well", "bomb", "well", "output", "well", "twice", "well", "silent"]
 PLAYED = os.environ["PLAYED"]
 
-def play(row):
+def play(row, reward_key):
     open(os.path.join(PLAYED, os.environ["OPENAI_API_KEY"]), "x").close()
     way = WAYS[len(os.listdir(PLAYED)) % len(WAYS)]  # by turns of the episodes
     client = OpenAI()
@@ -43,7 +43,7 @@ def play(row):
         answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
     reward = float(sum(map(ord, answer)) % 97)
     if way == "twice":
-        key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+        key = {"Authorization": "Bearer " + reward_key}
         for value, status in ((reward, 200), (9e9, 409)):
             given = httpx.post(os.environ["OPENAI_BASE_URL"] + "/reward", json={"reward": value}, headers=key)
             assert given.status_code == status
@@ -56,7 +56,7 @@ def test_sick_agents_cost_their_own_episodes(grounding_model: Path, tmp_path: Pa
     rows = [{"prompt": f"Say {number}.", "number": number, "id": f"row-{number}"} for number in range(16)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (tmp_path / "played").mkdir()
-    options = {"run": f"{tmp_path / 'agent.py'}:play", "preload": ["openai"], "deadline": 20, "processes": 20}
+    options = {"run": f"{tmp_path / 'agent.py'}:play", "preload": ["openai"], "deadline": 20, "processes": 20, "reward": "posted"}
     options["env"] = {"PLAYED": str(tmp_path / "played")}
     config = settings(
         tmp_path,

@@ -5,6 +5,7 @@ work an agent has its own: it sees no process but those that it starts. Standard
 
 import asyncio
 import ctypes
+import fcntl
 import importlib
 import importlib.util
 import inspect
@@ -14,7 +15,9 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -28,6 +31,11 @@ TAIL, RESULT = 8192, 4096
 """Bytes of its output that are kept, and more than a number has that it returns."""
 ALONE = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000
 """Namespaces of users, process ids, mounts and IPC."""
+NO_NETWORK = 0x40000000
+"""A namespace of the network too: there is nothing in it but a loopback device."""
+CONNECTIONS, PIECE = 256, 1 << 16
+"""Connections of an agent to the policy at one time; bytes that are passed on at once."""
+INTERFACE_FLAGS, UP = 0x8914, 1
 RECURSIVE_PRIVATE, PLAIN, SYS_PTRACE = 0x4000 | 0x40000, 2 | 4 | 8, 19
 DIES_WITH_PARENT, DUMPABLE, BOUND_DROP, SUBREAPER = 1, 4, 24, 36
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -44,7 +52,7 @@ def main(*modules: str) -> None:
     """Serve until the input closes, since the process that started this one is gone then."""
     for module in modules:
         importlib.import_module(module)
-    alone = os.waitpid(_started(lambda: os._exit(0), True), 0)[1] == 0
+    alone = os.waitpid(_started(lambda: os._exit(0), ALONE | NO_NETWORK), 0)[1] == 0
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     print("ready", flush=True)
     with socket.socket(fileno=0) as control:
@@ -72,10 +80,15 @@ def _host(alone: bool) -> None:
     (output, written), (returned, returns), (status, tells) = os.pipe(), os.pipe(), os.pipe()
     most = int(asked["limits"]["memory_mb"]) << 20
     with memory.bounded(most + most // 4) as asked["group"]:  # for what the sum, which says why, does not see
-        asked["ours"] = output, returned, status
-        first = _started(lambda: _keep(asked, written, returns, tells), alone)
-        for descriptor in (written, returns, tells):
+        ours, theirs = socket.socketpair()
+        inside = alone and not asked["network"]
+        asked["ours"] = output, returned, status, ours.fileno()
+        namespaces = (ALONE | NO_NETWORK * inside) * alone
+        first = _started(lambda: _keep(asked, written, returns, tells, theirs if inside else None), namespaces)
+        for descriptor in (written, returns, tells, theirs.detach()):
             os.close(descriptor)
+        if inside and asked["address"]:
+            threading.Thread(target=_relay, args=(ours, _port(asked)), daemon=True).start()
         found = _watch(first, output, asked["limits"], alone)
         _kill()
     code = os.read(status, RESULT)
@@ -88,21 +101,21 @@ def _host(alone: bool) -> None:
         os.write(1, json.dumps({**found, "alone": alone}).encode() + b"\n")
 
 
-def _started(work: Callable[[], None], alone: bool) -> int:
-    """A new process that does ``work``, and is killed with this one. ``alone``: the work is done by a child of it, the first
-    process of new namespaces, which take all that is in them along when it ends."""
+def _started(work: Callable[[], None], namespaces: int) -> int:
+    """A new process that does ``work``, and is killed with this one. With ``namespaces`` the work is done by a child of it, the
+    first process in them, which takes all others there along when it ends."""
     parent = os.getpid()
     (asked, asks), (mapped, maps) = os.pipe(), os.pipe()
     if (pid := os.fork()) == 0:
         with suppress(BaseException):
-            if alone:
-                _check(LIBC.unshare(ALONE))
+            if namespaces:
+                _check(LIBC.unshare(namespaces))
                 os.write(asks, b"1")
                 os.read(mapped, 1)
             _die_with(parent)
-            if alone and (first := os.fork()):
+            if namespaces and (first := os.fork()):
                 os._exit(bool(os.waitpid(first, 0)[1]))
-            if alone:
+            if namespaces:
                 _die_with(0)
                 _mount()
             for descriptor in (asked, asks, mapped, maps):
@@ -110,7 +123,7 @@ def _started(work: Callable[[], None], alone: bool) -> int:
             work()
         os._exit(1)
     os.close(asks)
-    if alone and os.read(asked, 1):
+    if namespaces and os.read(asked, 1):
         _map(pid)
         os.write(maps, b"1")
     for descriptor in (asked, mapped, maps):
@@ -136,8 +149,52 @@ def _mount() -> None:
     _check(LIBC.mount(b"proc", b"/proc", b"proc", PLAIN, None))
 
 
-def _keep(asked: Mapping[str, Any], written: int, returns: int, tells: int) -> None:
-    """Be the parent of the agent and of all that it leaves behind, until the agent ends; ``tells`` gets how."""
+def _port(asked: Mapping[str, Any]) -> int:
+    """Where the policy answers, on loopback."""
+    return int(asked["address"]["base_url"].rsplit(":", 1)[1].split("/")[0])
+
+
+def _listening(port: int) -> socket.socket:
+    """The same address in a new network, whose loopback device is put to work."""
+    with socket.socket() as any_socket:
+        fcntl.ioctl(any_socket, INTERFACE_FLAGS, struct.pack("16sh22x", b"lo", UP))
+    return socket.create_server(("127.0.0.1", port), backlog=CONNECTIONS)
+
+
+def _relay(passed: socket.socket, port: int) -> None:
+    """Pass what comes to the socket that comes over ``passed`` on to the policy, and what it answers back."""
+    _, descriptors, _, _ = socket.recv_fds(passed, 1, 1)
+    free = threading.Semaphore(CONNECTIONS)
+    with socket.socket(fileno=descriptors[0]) as listening:
+        while free.acquire():
+            agent, _ = listening.accept()
+            threading.Thread(target=_both, args=(agent, port, free), daemon=True).start()
+
+
+def _both(agent: socket.socket, port: int, free: threading.Semaphore) -> None:
+    """One connection, until one side closes it."""
+    with agent, suppress(OSError), socket.create_connection(("127.0.0.1", port)) as policy:
+        for one in (agent, policy):
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        back = threading.Thread(target=_pass_on, args=(policy, agent), daemon=True)
+        back.start()
+        _pass_on(agent, policy)
+        back.join()
+    free.release()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while piece := source.recv(PIECE):
+            target.sendall(piece)
+    for one, end in ((target, socket.SHUT_WR), (source, socket.SHUT_RD)):
+        with suppress(OSError):
+            one.shutdown(end)
+
+
+def _keep(asked: Mapping[str, Any], written: int, returns: int, tells: int, passed: socket.socket | None) -> None:
+    """Be the parent of the agent and of all that it leaves behind, until the agent ends; ``tells`` gets how, and ``passed`` the
+    socket on which an agent without a network asks."""
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -152,6 +209,11 @@ def _keep(asked: Mapping[str, Any], written: int, returns: int, tells: int) -> N
         with suppress(OSError):  # what has no process is not counted
             _write("/proc/sys/kernel/shmall", str(most // PAGE))
         LIBC.mount(b"tmpfs", b"/dev/shm", b"tmpfs", PLAIN, f"size={most}".encode())
+    if passed is not None:
+        if asked["address"]:
+            with _listening(_port(asked)) as listening:
+                socket.send_fds(passed, [b"1"], [listening.fileno()])
+        passed.close()
     LIBC.prctl(BOUND_DROP, SYS_PTRACE, 0, 0, 0)
     parent = os.getpid()
     agent = os.fork()

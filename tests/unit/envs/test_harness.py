@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import re
+import socket
 import subprocess
 import sys
 import textwrap
@@ -274,6 +275,48 @@ LOOKS = """
 def test_an_agent_sees_no_other_process_and_ends_none(agent: Played, tmp_path: Path) -> None:
     assert agent(LOOKS).env_result == 2.0, "the first process of its namespace, and itself"
     assert_nothing_is_left(tmp_path)
+
+
+REACHES = """
+    import socket
+    from openai import OpenAI
+    def play(prompt):
+        OpenAI().chat.completions.create(model="policy", messages=[{{"role": "user", "content": prompt}}])
+        inner = socket.create_server(("127.0.0.1", 0))
+        socket.create_connection(inner.getsockname(), timeout=5).close()
+        try:
+            socket.create_connection(("127.0.0.1", {port}), timeout=5).close()
+        except ConnectionRefusedError:
+            socket.create_connection(("192.0.2.1", 80), timeout=5)
+        return 1.0
+"""
+
+
+@alone
+def test_an_agent_reaches_the_policy_and_itself_and_with_a_network_others(agent: Played) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        source = REACHES.format(port=other.getsockname()[1])
+        assert agent(source, network=True).env_result == 1.0
+        with pytest.raises(EnvironmentFailed, match=r"(?s)Network is unreachable.*with\.network: true"):
+            agent(source)
+
+
+@alone
+def test_many_connections_and_large_bodies_reach_the_policy(agent: Played) -> None:
+    made = agent("""
+    import asyncio
+    from openai import AsyncOpenAI
+    async def play(prompt):
+        async def one(number):
+            client = AsyncOpenAI(max_retries=0)
+            said = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": str(number)}])
+            stream = await client.chat.completions.create(model="policy", messages=[
+                {"role": "user", "content": str(number)}], stream=True, extra_body={"metadata": {"x": "y" * 1_000_000}})
+            return len([chunk async for chunk in stream]) + len(said.choices)
+        return float(min(await asyncio.gather(*map(one, range(8)))) > 1)
+    """, max_turns=16)  # fmt: skip
+    assert made.env_result == 1.0
+    assert len(made.sampled_turns) == 16
 
 
 def test_an_agent_that_shares_the_processes_ends_with_those_that_keep_it(agent: Played, tmp_path: Path) -> None:
