@@ -48,6 +48,11 @@ class Actor:
         return str(ray.get_runtime_context().get_node_id())
 
     @ray.method(concurrency_group="debug")
+    def awaits(self) -> list[tuple[str, Any]]:
+        """What its calls wait for elsewhere, and the handle of the actor that shall answer, or None; answers when others hang."""
+        return []
+
+    @ray.method(concurrency_group="debug")
     def stacks(self) -> str:
         """The stacks of all threads; answers when every other call hangs."""
         return dump()

@@ -5,8 +5,12 @@ import contextlib
 import copy
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import ray
 
 from rayloop.actors.base import Actor
 from rayloop.actors.failures import cause
@@ -60,10 +64,21 @@ class EnvironmentActor(Actor):
         self._room = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
         self._images = SentImages()
         self._running = 0
+        self._engines: set[LeasedEngine] = set()
 
     def health(self) -> int:
         """Episodes being played."""
         return self._running
+
+    @ray.method(concurrency_group="debug")
+    def awaits(self) -> list[tuple[str, Any]]:
+        """How many episodes wait for each engine, and how many for their environment."""
+        engines = list(self._engines)
+        leases = [engine.lease for engine in engines if engine.generates]
+        counts, handles = Counter(lease.slot for lease in leases), {lease.slot: lease.handle for lease in leases}
+        found: list[tuple[str, Any]] = [(f"{n} generate on rollout {slot}", handles[slot]) for slot, n in sorted(counts.items())]
+        others = len(engines) - len(leases)
+        return [*found, (f"{others} are in their environment", None)] if others else found
 
     async def play(
         self, requests: Sequence[RolloutRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
@@ -88,6 +103,7 @@ class EnvironmentActor(Actor):
         self, request: RolloutRequest, engine: LeasedEngine, prompts: FirstPrompts
     ) -> tuple[Summary | Failure, Trajectory | None]:
         self._running += 1
+        self._engines.add(engine)
         try:
             environment = self._environments.of(request.task)
             late = EnvironmentHung(f"the episode did not end within {self._timeout:g} s", environment.contained)
@@ -105,6 +121,7 @@ class EnvironmentActor(Actor):
             return _failed(request, error), None
         finally:
             self._running -= 1
+            self._engines.discard(engine)
             engine.leave()
 
 

@@ -142,6 +142,8 @@ class LeasedEngine:
         first: FirstTurn | None = None,
     ) -> None:  # fmt: skip
         self.sent = ImagesSent()
+        self.generates = False
+        """Whether the episode waits for a turn."""
         self._lease, self._driver, self._timeout = lease, driver, timeout
         self._images, self._first = images, first
         self._key = f"{request.id}@{request.attempt}"
@@ -151,8 +153,17 @@ class LeasedEngine:
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn, on another engine when one is lost. Raises what the engine and ``driver.lease_engine`` raise."""
-        began, completion = time.time(), await self._generate(prompt, sampling)
+        began, self.generates = time.time(), True
+        try:
+            completion = await self._generate(prompt, sampling)
+        finally:
+            self.generates = False
         return replace(completion, times=(began, time.time()))
+
+    @property
+    def lease(self) -> Lease[Engine]:
+        """The engine that it has now."""
+        return self._lease
 
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         while True:

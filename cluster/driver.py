@@ -47,7 +47,7 @@ from rayloop.run.preflight import beyond_positions, idle_settings
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter
 from rayloop.view.completions import completions
-from rayloop.view.words import quoted
+from rayloop.view.words import EXAMPLE, quoted
 
 REFERENCE_SHARE = 1 / 6
 """Of ``policy.step_timeout``: the reference computes the log-probs of one group, a small part of a step."""
@@ -246,8 +246,8 @@ class Driver:
         """The error with an answer quoted; some rollouts of this step are kept."""
         records = await self.dump(self.rollouts.finished.groups[: self.config.keep_rollouts or 1], self.step + 1)
         cause = self.rollouts.alarms.collapsed(self.config.policy.optimizer.lr)
-        examples = quoted(records[:1], self.step + 1, self.config.keep_rollouts)
-        return type(error)(" ".join([str(error), *filter(None, [cause]), *examples]))
+        examples = [*quoted(records[:1], self.step + 1, self.config.keep_rollouts)] or [self.reporter.quoted_before(EXAMPLE)]
+        return type(error)(" ".join([str(error), *filter(None, [cause, *examples])]))
 
     async def hold(self, groups: tuple[Group, ...]) -> set[TrajectoryId]:
         """Each rank fetches its share, before any of them waits for another. Returns the lost trajectories."""

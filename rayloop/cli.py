@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from rayloop.core.failures import RayloopError
+from rayloop.core.failures import RayloopError, nearest
 
 COMMANDS = {
     "train": ("rayloop.commands.train:add_train", "train a policy, or continue a run"),
@@ -67,6 +67,8 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=versions())
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    if words and words[0] not in COMMANDS and (hint := nearest(words[0], list(COMMANDS))):
+        top.error(f"there is no command {words[0]!r}{hint} `python -m rayloop --help` lists all")
     for word, (module, purpose) in COMMANDS.items():
         command = commands.add_parser(word, help=purpose)
         if words and word == words[0]:

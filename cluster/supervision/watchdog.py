@@ -4,12 +4,16 @@ Without its head, Ray ends the process after a while. A head that was started ag
 import asyncio
 import itertools
 import logging
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ray.exceptions import AuthenticationError
 
@@ -20,6 +24,7 @@ from rayloop.core import incidents
 from rayloop.core.deadlines import WAITS, Awaited
 from rayloop.core.events import Emit
 from rayloop.core.failures import MachineFailed, Stalled
+from rayloop.engines.machine import cores
 from rayloop.run.lifetime import RecoverySettings
 
 logger = logging.getLogger(__name__)
@@ -45,12 +50,13 @@ async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit
             if quiet < settings.stall_report:
                 due = settings.stall_report
             await asyncio.sleep(LOOK)
-        waiting = WAITS.oldest()[:SHOWN]
-        named = "; ".join(f"{wait.what} for {time.monotonic() - wait.since:.0f} s" for wait in waiting) or "nothing that is known"
+        waiting = await _first_of_each_actor()
+        named = "; ".join(map(str, waiting[:SHOWN])) or "nothing that is known"
+        named += f"; load {os.getloadavg()[0]:.0f} on {cores()} cores of {socket.gethostname()}"
         if quiet >= settings.stall_timeout:
             raise Stalled(f"nothing moved for {quiet:.0f} s in phase {phase()}, awaited: {named}")
         file = folder / f"stall-{number}.txt"
-        written = _written(file, await _stacks(waiting))
+        written = _written(file, await _stacks(waiting[:SHOWN]))
         emit(incidents.StalledEvent(phase(), round(quiet, 1), awaited=named, stacks=written))
         due = 2 * due
 
@@ -99,8 +105,45 @@ def _written(file: Path, stacks: str) -> str:
     return f"{file.parent.name}/{file.name}"
 
 
-async def _stacks(waiting: list[Awaited]) -> str:
-    actors = {wait.actor: wait.what for wait in waiting if wait.actor is not None}
+@dataclass(frozen=True, slots=True)
+class _Stalled:
+    """The oldest call of an actor, how many more of its calls are awaited, and what the actor itself waits for."""
+
+    oldest: Awaited
+    more: int
+    elsewhere: list[tuple[str, Any]]
+
+    def __str__(self) -> str:
+        more = f" and {self.more} more of its calls" if self.more else ""
+        elsewhere = f" ({', '.join(what for what, _ in self.elsewhere)})" if self.elsewhere else ""
+        return f"{self.oldest.what} for {time.monotonic() - self.oldest.since:.0f} s{more}{elsewhere}"
+
+
+async def _first_of_each_actor() -> list[_Stalled]:
+    """The open waits, the oldest first, those for one actor together."""
+    by_actor: dict[Any, list[Awaited]] = {}
+    for wait in WAITS.oldest():
+        by_actor.setdefault(wait.actor or wait, []).append(wait)
+    waits = list(by_actor.values())
+    found = await asyncio.gather(*(_elsewhere(one[0].actor) for one in waits))
+    return [_Stalled(one[0], len(one) - 1, elsewhere) for one, elsewhere in zip(waits, found, strict=True)]
+
+
+async def _elsewhere(actor: Handle[Actor] | None) -> list[tuple[str, Any]]:
+    """What the actor waits for itself; nothing when it does not answer."""
+    with suppress(Exception):
+        async with asyncio.timeout(ANSWER):
+            return [] if actor is None else await submit(actor, Actor.awaits)
+    return []
+
+
+async def _stacks(waiting: list[_Stalled]) -> str:
+    """The stacks of the awaited actors, then of those for which they wait, then of the driver."""
+    actors = {one.oldest.actor: one.oldest.what for one in waiting if one.oldest.actor is not None}
+    for one in waiting:
+        for what, actor in one.elsewhere:
+            if actor is not None:
+                actors.setdefault(actor, f"{one.oldest.what}: {what}")
     found = await asyncio.gather(*(_ask(actor) for actor in actors))
     parts = [f"=== awaited: {what} ===\n{text}" for what, text in zip(actors.values(), found, strict=True)]
     tasks = "\n".join(repr(task) for task in asyncio.all_tasks())

@@ -163,9 +163,24 @@ def _of_run(config: RunConfig, row: int | str) -> tuple[EnvironmentKind, Task]:
     return kinds.get(task.environment, default), task
 
 
+FENCE = '"""'
+"""A line of this begins a turn of several lines, and another one ends it."""
+
+
 def _keyboard(echo: bool) -> str | None:
-    """The next line; None at the end of input. ``echo`` prints it too, for input that no terminal shows."""
+    """The next turn, a line or the lines between two of ``FENCE``; None at the end of input. ``echo`` prints it too, for input that
+    no terminal shows."""
     print("> ", end="", flush=True)
+    line = _line(echo)
+    if line is None or line.strip() != FENCE:
+        return line
+    lines = list[str]()
+    while (line := _line(echo)) is not None and line.strip() != FENCE:
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _line(echo: bool) -> str | None:
     line = sys.stdin.readline()
     if echo or not line:
         print(visible(line.rstrip("\n")), flush=True)
@@ -203,7 +218,8 @@ async def _episode(kind: EnvironmentKind, task: Task, ask: Ask, pictures: Pictur
     try:
         await instance.make(DEFAULTS.step_timeout)
         _show(await instance.call("reset", task, timeout=DEFAULTS.step_timeout), pictures)
-        print(f"Type what the policy would, one turn a line{f', such as {example}' if example else ''}; quit ends it.")
+        such = f", such as {example}" if example else ""
+        print(f"Type what the policy would, one turn a line{such}, or lines between {FENCE}; quit ends it.")
         await _turns(instance, ask, pictures, ends)
         result = await instance.call("evaluate", timeout=DEFAULTS.step_timeout)
         print("the environment gives no result" if result is None else f"result: {result:g}")

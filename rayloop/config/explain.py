@@ -1,6 +1,5 @@
 """Settings classes and written data side by side: the keys that are valid at each place, and errors in plain words."""
 
-import difflib
 import json
 import re
 import types
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticUndefined, to_jsonable_python
 
 from rayloop.config.yaml_source import KeyPath, Source, dotted
+from rayloop.core.failures import nearest
 
 _EXPECTED = {
     **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
@@ -124,12 +124,6 @@ def take_texts(error: ValidationError, model: type[BaseModel], data: Any, source
             holder[path[-1]] = text
             found = True
     return found
-
-
-def nearest(word: str, candidates: Sequence[str]) -> str:
-    """``; did you mean `x`?``, or nothing when no candidate resembles ``word``."""
-    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
-    return f"; did you mean `{close[0]}`?" if close else ""
 
 
 def _locate(detail: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[KeyPath, type[BaseModel] | None]:

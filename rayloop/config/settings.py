@@ -18,9 +18,9 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, PrivateAttr, ValidationError, model_validator
 
-from rayloop.config.explain import explain, nearest, take_texts
+from rayloop.config.explain import explain, take_texts
 from rayloop.config.yaml_source import KeyPath, Source, dotted, read
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, nearest
 
 
 class SettingsModel(BaseModel):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, nearest
 
 KeyPath = tuple[str | int, ...]
 
@@ -117,7 +117,8 @@ def _parse_file(path: Path) -> tuple[dict[str, Any], Source]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        beside = [other.name for other in path.parent.glob("*.y*ml")] if not path.exists() else []
+        raise ConfigError(f"{path}: cannot be read: {error}{nearest(path.name, beside)}") from error
     source = Source(str(path))
     loader = _Loader(text)
     try:

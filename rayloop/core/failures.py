@@ -1,10 +1,18 @@
 """Typed failures, none of which becomes a reward. The command line prints a ``RayloopError`` as one paragraph."""
 
+import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 AGAIN = 69
 """The exit code of a run that a failure of machines ended (EX_UNAVAILABLE): it may be started again. ``node --requeue`` does so."""
+
+
+def nearest(word: str, candidates: Sequence[str]) -> str:
+    """``; did you mean `x`?``, or nothing when no candidate resembles ``word``."""
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
+    return f"; did you mean `{close[0]}`?" if close else ""
 
 
 class Cause(StrEnum):

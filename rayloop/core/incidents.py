@@ -331,9 +331,10 @@ class StalledEvent(Event, by="cluster/supervision/watchdog.py"):
     """What the driver is doing."""
     seconds: float
     awaited: str
-    """The oldest waits, each with its duration."""
+    """The oldest wait of each actor with its duration, what that actor waits for itself, and the load of the driver's machine."""
     stacks: str
-    """The file with the stacks of the driver and of the awaited actors; empty when the storage refused it."""
+    """The file with the stacks of the awaited actors, of those that they wait for, and of the driver; empty when the storage
+    refused it."""
 
 
 class LoggerFailed(Event, by="rayloop/run/reporter.py"):

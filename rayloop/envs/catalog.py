@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from rayloop.core.failures import ConfigError, EnvironmentFailed
+from rayloop.core.failures import ConfigError, EnvironmentFailed, nearest
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import png
 from rayloop.envs.settings import EnvironmentKind
@@ -103,7 +103,7 @@ FAMILIES: Mapping[str, Callable[[], Family]] = {
 def family(name: str) -> Family:
     """Raises ConfigError for one that does not exist, or whose packages or pages are not installed."""
     if name not in FAMILIES:
-        raise ConfigError(f"no environments are called {name!r}; there are {', '.join(FAMILIES)}")
+        raise ConfigError(f"no environments are called {name!r}{nearest(name, list(FAMILIES))}; there are {', '.join(FAMILIES)}")
     try:
         return FAMILIES[name]()
     except (ImportError, EnvironmentFailed) as error:
@@ -116,7 +116,8 @@ def playable(written: str, seed: int) -> tuple[Family, EnvironmentKind, Task]:
     found = family(word)
     if name not in found.names:
         close = [known for known in found.names if name and name in known] or list(found.names)
-        raise ConfigError(f"{word} has no {name!r}; there is {', '.join(close[:10])}{' ...' if close[10:] else ''}")
+        some = f"{', '.join(close[:10])}{' ...' if close[10:] else ''}"
+        raise ConfigError(f"{word} has no {name!r}; there is {some}{nearest(name, found.names)}")
     return found, *found.play(name, seed)
 
 

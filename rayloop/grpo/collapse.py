@@ -50,7 +50,7 @@ Alarm = tuple[float, Limit, str]
 
 ENTROPY, LENGTH, DONE = "actor/entropy", "response_length/mean", "end_reason/done"
 EQUAL, RIGHT, WRONG = "rollout/equal_rewards", "rollout/all_right", "rollout/all_wrong"
-STATES = "rollout/shared_states"
+STATES, PAID = "rollout/shared_states", "rollout/paid_at_max_turns"
 SETTINGS = {
     ENTROPY: "entropy", LENGTH: "response_length", DONE: "completed", EQUAL: "equal_groups", RIGHT: "all_right", WRONG: "all_wrong",
     STATES: "shared_states",
@@ -73,8 +73,9 @@ class CollapseSettings(SettingsModel):
     response_length: Floor = Floor(warn=0.6)
     """Sampled tokens per answer, as a share of the run's first five steps'. Lower ``warn`` where answers should become shorter."""
     completed: Floor = Floor(warn=0.3)
-    """Share of trajectories that the policy ended itself (``end_reason/done``), by an answer or its last action; the others ran out
-    of turns or tokens, or broke off. Lower it for tasks that few attempts finish."""
+    """Share of trajectories that the policy ended itself (``end_reason/done``), by an answer or its last action, or that the
+    environment paid at their last turn; the others ran out of turns or tokens, or broke off. Lower it for tasks that few attempts
+    finish."""
     equal_groups: Limit = Limit(warn=0.9)
     """Share of groups whose advantages are all 0, as where rewards are all equal: they have no gradient. Lower ``warn`` when
     generation costs most."""
@@ -112,7 +113,8 @@ class Collapse:
 
     def _known(self, name: str) -> list[float]:
         """Returns the values of a metric in the last steps that have it."""
-        return [metrics[name] for metrics in self._last if name in metrics]
+        paid = PAID if name == DONE else ""
+        return [metrics[name] + metrics.get(paid, 0.0) for metrics in self._last if name in metrics]
 
     def _alarm(self, name: str, known: Sequence[float]) -> Alarm:
         watched = self._share(name, mean(known)) if name in self.first else mean(known)
@@ -145,7 +147,8 @@ class Collapse:
         if name == DONE:
             return (
                 f"{value:.0%} of the last {STEPS} steps' trajectories were completed, the others ran out of turns or tokens, or "
-                "broke off: look at what they do instead of answering (end_reason/...)"
+                "broke off: look at what they do instead of answering (end_reason/...). An environment that knows its last turn "
+                "returns done=True with it"
             )
         if name == STATES:
             return (

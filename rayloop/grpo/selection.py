@@ -62,12 +62,18 @@ def _rank(group: Group, settings: FilteringSettings) -> tuple[float, int]:
 
 
 def enough(
-    survivors: int, target: int, used: int, settings: FilteringSettings, counts: Mapping[str, int], lost: Sequence[Unscored] = ()
+    survivors: int,
+    target: int,
+    used: int,
+    settings: FilteringSettings,
+    counts: Mapping[str, int],
+    lost: Sequence[Unscored] = (),
+    cut: int = 0,
 ) -> bool:
     """Whether a step trains on ``survivors`` trajectories after ``used`` generation batches, or starts another batch. A full
     target trains; else another batch follows while the budget lasts; else the smaller batch trains when at least ``min_fraction``
     of the target survived. Raises GenerationBudgetSpent otherwise, with ``counts`` (the statuses of this step's trajectories) and
-    the most frequent reasons of those that are ``lost``, without a reward."""
+    the most frequent reasons of those that are ``lost``, without a reward. ``cut``: how many answers ended at a limit of tokens."""
     if survivors >= target:
         return True
     if used < settings.max_generation_batches:
@@ -76,9 +82,14 @@ def enough(
         return True
     where = ", ".join(f"{reason} {n}" for reason, n in sorted(counts.items())) or "none counted"
     advice = "Raise max_generation_batches, loosen filters, or choose tasks that the policy sometimes solves"
-    if 2 * len(lost) > sum(counts.values()):
+    if 2 * cut > (played := sum(counts.values())) > 0:
+        advice = (
+            f"{'All' if cut == played else cut} of these {played} answers were cut at a limit of tokens, so that few can be right: "
+            "raise rollout.sampling.max_tokens (of a turn) or environment.episode.max_tokens; `try` shows where answers are cut"
+        )
+    if 2 * len(lost) > played:
         advice = "Most have no reward, which is not the policy's doing: repair that first"
-    if 2 * (gone := counts.get(f"{TrajectoryState.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)) > sum(counts.values()):
+    if 2 * (gone := counts.get(f"{TrajectoryState.EXCLUDED}[{UnscoredKind.PAYLOAD_LOST}]", 0)) > played:
         advice = f"{gone} were lost with the nodes that held them, which is no filter's doing: see payload_lost in events.jsonl"
     why = f". Why {len(lost)} have no reward: {'; '.join(reasons(lost))}" if lost else ""
     raise GenerationBudgetSpent(

@@ -144,7 +144,8 @@ class RolloutManager:
         statuses = Counter(f"{m.status.state}[{m.status.reason}]" for m in members if m.status is not None)
         unscored = [m.outcome for m in members if isinstance(m.outcome, Unscored)]
         try:
-            return enough(survivors, c.target, used, c.filtering, statuses, unscored)
+            cut = sum(member.status is not None and member.summary.cut for member in members)
+            return enough(survivors, c.target, used, c.filtering, statuses, unscored, cut)
         except GenerationBudgetSpent:
             if self.scheduler.exhausted:
                 raise self.scheduler.no_task() from None

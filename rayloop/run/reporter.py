@@ -235,6 +235,14 @@ class Reporter:
         self._write("rollouts", lambda: self.folder.rollouts.write(step, records, images))
         self.loggers.rollouts(step, records)
 
+    def quoted_before(self, begins: str) -> str:
+        """What the newest failure on record says from the words ``begins`` on; "" when it does not have them."""
+        with suppress(OSError):
+            why = next((event["why"] for event in reversed([*self.folder.events]) if event["event"] == "failed"), "")
+            _, found, rest = str(why).partition(begins)
+            return found + rest
+        return ""
+
     def close(self, step: int, ledger: Mapping[str, int]) -> dict[str, Any]:
         """The run's last word: what its held-out tasks have gained, and that it is finished."""
         self._gain(step)

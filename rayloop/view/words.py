@@ -31,6 +31,10 @@ PHASES = {
 }
 
 
+EXAMPLE = "For example task "
+"""How the sentence begins that quotes an answer of a run that cannot go on."""
+
+
 def doing(phase: str, progress: tuple[int, int] | None) -> str:
     """One short line; ``progress`` is (done, of how many)."""
     words = PHASES.get(phase, phase)
@@ -94,7 +98,7 @@ def quoted(records: Sequence[RolloutRecord], step: int, kept: int) -> Iterator[s
         answer = next((turn.text for turn in reversed(r.turns) if turn.sampled), "")
         reward = f"no reward ({r.unscored})" if r.reward is None else f"reward {number(r.reward)}"
         flags = f" ({', '.join(r.flags)})" if r.flags else ""
-        yield f"For example task {r.task}, truth {short(r.truth, 200)}, was answered {short(answer, 200)}: {reward}{flags}."
+        yield f"{EXAMPLE}{r.task}, truth {short(r.truth, 200)}, was answered {short(answer, 200)}: {reward}{flags}."
     if records and kept:
         yield f"More in rollouts/step_{step:06d}.jsonl, which `python -m rayloop report` shows."
 
@@ -131,6 +135,8 @@ def _gain(pair: Mapping[str, Any]) -> str:
     change = f"{pair['before']:.3f} -> {pair['after']:.3f}, gain {mean:.3f}"
     if low is None or high is None:
         return f"{change} ({pair['tasks']} tasks, too few for an interval)"
+    if low == high == 0:
+        return f"{change} (the same on each of {pair['tasks']} tasks)"
     chance = ": it may be chance" if low <= 0 <= high else ""
     return f"{change} (95 % interval {low:.3f} to {high:.3f} over {pair['tasks']} tasks{chance})"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -58,6 +59,30 @@ def test_a_stall_is_reported_with_what_is_awaited_and_the_stacks(tmp_path: Path)
     assert "=== awaited: score of reward 0 ===\npid " in stacks
     assert "=== driver ===" in stacks
     assert not WAITS.open
+
+
+class Generating(Actor):
+    """As an environment actor whose episodes wait for an engine."""
+
+    engine = LocalActor(Silent())
+
+    def awaits(self) -> list[tuple[str, Any]]:
+        return [("7 generate on rollout 1", self.engine), ("1 are in their environment", None)]
+
+
+def test_a_stall_names_what_the_episodes_themselves_wait_for_once(tmp_path: Path) -> None:
+    async def hang() -> None:
+        actor = LocalActor(Generating())
+        await asyncio.gather(
+            *(with_deadline(60.0, asyncio.sleep(2.5), f"episode 9/{n}@0 on environment 0", actor) for n in range(8))
+        )
+
+    (event,) = watched(hang(), tmp_path, stall_timeout=15.0)
+    first = r"episode 9/0@0 on environment 0 for \d+ s and 7 more of its calls "
+    waits = r"\(7 generate on rollout 1, 1 are in their environment\); load \d+ on \d+ cores of \S+"
+    assert re.fullmatch(first + waits, event["awaited"])
+    stacks = (tmp_path / Path(event["stacks"]).name).read_text(encoding="utf-8")
+    assert "=== awaited: episode 9/0@0 on environment 0: 7 generate on rollout 1 ===" in stacks
 
 
 def test_an_awaited_actor_that_answers_nothing_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,25 @@ def test_a_checkpoint_of_a_run_with_a_revision_is_measured(
     arguments = ["eval", str(tmp_path / "run.yaml"), "--data", "rows.jsonl", "--checkpoint", str(tmp_path / "model")]
     assert main(arguments) == 0, capsys.readouterr().err
     assert (seen[0].model.path, seen[0].model.revision) == (str(tmp_path / "model"), None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tarin", "mine.yaml"], "there is no command 'tarin'; did you mean `train`?"),
+        (["train", "mine.yml"], "did you mean `mine.yaml`?"),
+        (["env", "list", "miniwbo"], "did you mean `miniwob`?"),
+        (["env", "play", "scripted:three-turn"], "did you mean `three-turns`?"),
+    ],
+)
+def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("name: mine\n", encoding="utf-8")
+    with suppress(SystemExit):
+        assert main(words) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_an_option_that_does_not_exist_points_to_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:

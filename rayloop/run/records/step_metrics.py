@@ -67,6 +67,8 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
         ends = Counter({str(EndReason.DONE): 0})
         ends.update(str(s.end_reason) for s in summaries)
         metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
+        last = [s.env_result for s in summaries if s.end_reason is EndReason.MAX_TURNS]
+        metrics["rollout/paid_at_max_turns"] = sum(result is not None and result > 0 for result in last) / len(summaries)
     statuses = Counter(f"{m.status.state}/{m.status.reason}" for m in members if m.status is not None)
     return metrics | {name: float(count) for name, count in statuses.items()}
 

@@ -292,6 +292,7 @@ def test_many_episodes_run_at_once(text_folder: Path) -> None:
         calls = [asyncio.create_task(player.play(asked, lease, Driver())) for _ in range(2)]
         await asyncio.sleep(0.3)
         running = player.health()
+        assert player.awaits() == [("20 generate on rollout 0", lease.handle)]
         gate.set()
         for summaries, *trajectories in await asyncio.gather(*calls):
             assert all(isinstance(summary, Summary) for summary in summaries)
@@ -299,6 +300,7 @@ def test_many_episodes_run_at_once(text_folder: Path) -> None:
         return running
 
     assert asyncio.run(all_of_them()) == 20
+    assert player.awaits() == []
 
 
 def test_a_member_that_fails_is_a_value_beside_the_others(text_folder: Path) -> None:

@@ -37,6 +37,16 @@ def test_an_episode_is_played_from_lines(
     assert [Image.open(file).size for file in sorted(tmp_path.iterdir())] == [(56, 56), (80, 56), (120, 56)]
 
 
+def test_a_turn_of_several_lines_is_typed_between_fences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = 'one\n"""\n<tool_call>\n{}\n</tool_call>\n"""\nthree\n'
+    assert played(monkeypatch, lines, "scripted:three-turns", "--pictures", str(tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("> ")] == ["> one", '> """', "> three"]
+    assert said.splitlines()[-2:] == ["the episode is over", "result: 1"]
+
+
 @pytest.mark.parametrize("lines", ["", "quit\n", "one\nexit\n"])
 def test_an_episode_may_be_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: str

@@ -14,7 +14,7 @@ from rayloop.core.groups import Group, Member, Outcome, Scored, Unscored, Unscor
 from rayloop.core.types import EndReason, Summary, Task, TrajectoryId, Version
 from rayloop.grpo.advantage import with_advantages
 from rayloop.grpo.alarms import Alarms, AlarmSettings
-from rayloop.grpo.collapse import DONE, ENTROPY, EQUAL, LENGTH, RIGHT, STEPS, WRONG, Collapse, CollapseSettings
+from rayloop.grpo.collapse import DONE, ENTROPY, EQUAL, LENGTH, PAID, RIGHT, STEPS, WRONG, Collapse, CollapseSettings
 from rayloop.grpo.settings import AdvantageSettings
 from rayloop.run.records.step_metrics import Collected, step_metrics
 
@@ -64,6 +64,14 @@ def test_each_collapse_is_emitted_once_and_can_end_the_run(name: str, metric: st
     strict.steps(STEPS)
     with pytest.raises(AlarmStopped, match=rf"alarms\.{name}\.stop is {limit['stop']}"):
         strict.steps(STEPS, **{metric: value})
+
+
+def test_episodes_that_are_paid_at_their_last_turn_are_complete() -> None:
+    """A game of three turns whose end ``max_turns`` sets."""
+    watch = Watched()
+    assert watch.steps(20, **{DONE: 0.01, PAID: 0.9}) == []
+    assert watch.steps(20, **{DONE: 0.01, PAID: 0.1}) == ["completed"]
+    assert "returns done=True" in watch.emitted[0]["why"]
 
 
 def test_one_odd_step_is_no_collapse() -> None:

@@ -225,6 +225,18 @@ def test_refilling_goes_on_within_the_budget_then_trains_less_or_stops_with_coun
         enough(3, 8, 3, settings, {"filtered[all_wrong]": 21})
 
 
+def test_a_budget_that_cut_answers_spent_is_not_blamed_on_the_tasks() -> None:
+    settings, counts = FilteringSettings(max_generation_batches=3), {"filtered[all_wrong]": 256}
+    said = r"All of these 256 answers were cut.*raise rollout\.sampling\.max_tokens"
+    with pytest.raises(GenerationBudgetSpent, match=said) as all_cut:
+        enough(0, 8, 3, settings, counts, cut=256)
+    assert "choose tasks" not in str(all_cut.value)
+    with pytest.raises(GenerationBudgetSpent, match="200 of these 256 answers were cut"):
+        enough(0, 8, 3, settings, counts, cut=200)
+    with pytest.raises(GenerationBudgetSpent, match="choose tasks that the policy sometimes solves"):
+        enough(0, 8, 3, settings, counts, cut=20)
+
+
 @given(st.integers(1, 64), st.integers(1, 6), st.data())
 def test_refilling_always_ends(target: int, budget: int, data: st.DataObject) -> None:
     settings = FilteringSettings(max_generation_batches=budget)

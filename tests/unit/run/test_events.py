@@ -22,6 +22,7 @@ from rayloop.run.order import training_rows
 from rayloop.run.records.events import KINDS, PARTS, EventLog
 from rayloop.run.records.step_metrics import Collected
 from rayloop.run.reporter import Reporter, Updates
+from rayloop.view.words import EXAMPLE
 from tests.support.event_records import validate
 from tests.support.runs import settings
 
@@ -194,3 +195,13 @@ def test_updates_hold_a_window_and_number_what_is_gone() -> None:
     assert updates.since(0) == (len(kept), kept[5:])
     assert updates.since(len(kept) - 2) == (len(kept), kept[-2:])
     assert updates.since(len(kept)) == (len(kept), [])
+
+
+def test_a_resumed_run_that_cannot_go_on_quotes_what_the_first_attempt_did(tmp_path: Path) -> None:
+    reporter = Reporter(RunConfig.model_validate(settings(tmp_path, tmp_path)), tmp_path, open_logger)
+    assert reporter.quoted_before(EXAMPLE) == ""
+    why = "0 of 8 survived. For example task a, truth 3, was answered 4: reward 0."
+    reporter.event(events.Failed("GenerationBudgetSpent", why, {}), 3)
+    assert reporter.quoted_before(EXAMPLE) == "For example task a, truth 3, was answered 4: reward 0."
+    reporter.event(events.Failed("DiskFull", "no space", {}), 3)
+    assert reporter.quoted_before(EXAMPLE) == ""

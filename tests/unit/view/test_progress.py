@@ -157,6 +157,9 @@ def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone
         ({"event": "gain", "step": 6, "since": 2, "rewards": {
             "greedy": {"tasks": 4, "before": 0.5, "after": 0.75, "gain": [0.25, None, None]}}},
          "[6] held-out reward, greedy: 0.500 -> 0.750, gain 0.250 (4 tasks, too few for an interval) since step 2"),
+        ({"event": "gain", "step": 6, "since": 0, "rewards": {
+            "greedy": {"tasks": 16, "before": 1.0, "after": 1.0, "gain": [0.0, 0.0, 0.0]}}},
+         "[6] held-out reward, greedy: 1.000 -> 1.000, gain 0.000 (the same on each of 16 tasks)"),
         ({"event": "already_done", "step": 2, "advice": "raise steps above 2 to go on"},
          "[2] there is nothing left to train: raise steps above 2 to go on"),
         ({"event": "preempted", "step": 2, "ledger": {"trained": 4}},
