@@ -226,7 +226,7 @@ class ChatRows:
 def _listed(prompt: Any, where: str) -> Any:
     """The prompt as a list of messages; None when it is a text. A text in brackets is a list only when it reads as one."""
     if not isinstance(prompt, str | Sequence) and not hasattr(prompt, "tolist"):
-        raise DataFailure(where, f"the prompt is {short(prompt)}, neither a text nor a list of messages")
+        raise DataFailure(where, f"cannot read the row: its prompt is {short(prompt)}, neither a text nor a list of messages")
     if not isinstance(prompt, str):
         return prompt
     if not prompt.lstrip().startswith("["):
