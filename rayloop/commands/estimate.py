@@ -2,10 +2,11 @@
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from rayloop.commands.arguments import add_run
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, counted
 from rayloop.estimate.memory import RoleMemory, card, memory, on_card, with_micro_batch
 from rayloop.estimate.run import as_json, has_steps, lengths, lines, measured, plan
 from rayloop.estimate.shape import read_shape
@@ -29,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.run_folder or (own if has_steps(own) else None)
     found = measured(folder) if folder else None
     if found and not arguments.json:
-        print(f"measured: {found.steps} steps of {folder}")
+        print(f"measured: {counted(found.steps, 'step')} of {folder}")
     made = plan(config, found, arguments.step_seconds)
     try:
         shape = read_shape(config.model.path, config.model.revision)
@@ -46,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
                 "count": r.count,
                 "gpus": r.gpus,
                 "bytes": r.bytes,
+                "gpu_bytes": sum(r.of_gpu.values()),
+                "host_bytes": sum(r.of_host.values()),
                 "card": card(r, roles) if r.gpus else None,
                 **r.parts,
             }
@@ -67,9 +70,15 @@ def _verdict(role: RoleMemory, roles: list[RoleMemory]) -> str:
 
 
 def _table(roles: list[RoleMemory]) -> list[str]:
-    lines = ["memory of a process (GB; where it has GPUs, all but `process` and `weight_sync` is there):"]
+    lines = ["memory of each process, in GB:"]
     for role in roles:
-        parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in role.parts.items() if size)
         gpus = f" on {role.gpus:g} GPU" if role.gpus else ""
-        lines.append(f"  {role.count} x {role.name}{gpus}: {role.bytes / 1e9:.2f} = {parts}{_verdict(role, roles)}")
+        places = {"GPU": role.of_gpu, "host": role.of_host}
+        sums = "; ".join(f"{place} {_sum(parts)}" for place, parts in places.items() if any(parts.values()))
+        lines.append(f"  {role.count} x {role.name}{gpus}: {sums}{_verdict(role, roles)}")
     return lines
+
+
+def _sum(parts: Mapping[str, int]) -> str:
+    each = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items() if size)
+    return f"{sum(parts.values()) / 1e9:.2f} = {each}"

@@ -15,6 +15,11 @@ def nearest(word: str, candidates: Sequence[str]) -> str:
     return f"; did you mean `{close[0]}`?" if close else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 problem``, ``2 problems``: for messages."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class Cause(StrEnum):
     """The cause of an episode's failure, which is never the policy."""
 

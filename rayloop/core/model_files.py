@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from rayloop.core.failures import ConfigError
+from rayloop.core.failures import ConfigError, counted
 
 WHOLE = 2**26
 """Bytes up to which a file is hashed as a whole."""
@@ -97,7 +97,7 @@ class Resolved:
         missing = sorted(places.keys() - found.keys())
         if missing:
             where = f"{places[missing[0]].name}, as {INDEX} says"
-            raise ConfigError(f"{self.folder} lacks {len(missing)} tensors of the model, first {missing[0]} in {where}")
+            raise ConfigError(f"{self.folder} lacks {counted(len(missing), 'tensor')} of the model, first {missing[0]} in {where}")
         return found
 
     def refuse_two_models(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from rayloop.config.settings import Component
-from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.failures import ConfigError, DataFailure, counted
 from rayloop.core.types import Task
 from rayloop.data.dataset import Dataset, Reader, like_images
 from rayloop.data.images import probe
@@ -66,7 +66,7 @@ def check(
         print(f"warning: {len(repeated)} rows of {path} repeat another one: {_some(repeated)}")
     if lengths:
         print(f"{path}: prompts of {min(lengths)} to {max(lengths)} tokens, half of them up to {median(lengths):.0f}")
-    print(f"{path}: {len(dataset)} rows read by {reader.use}, {found.problems} problems")
+    print(f"{path}: {counted(len(dataset), 'row')} read by {reader.use}, {counted(found.problems, 'problem')}")
     return found
 
 

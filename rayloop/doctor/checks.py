@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from rayloop.core.failures import ConfigError, DeadlineExceeded
+from rayloop.core.failures import ConfigError, DeadlineExceeded, counted
 from rayloop.core.model_families import UNADAPTED, experts
 from rayloop.core.threads import in_thread
 from rayloop.doctor import machine, network, software
@@ -43,22 +43,22 @@ def checks(
     wanted = total(bundles(config)).get("GPU", 0.0) if config and alone else 0.0
     store = store_wanted(config, model.parameters if model else 0) if config and alone else OBJECT_STORE
     tested = software.fitting_set()
-    return {
+    return {  # in the order in which they would stop a run: its start, its cluster, its places, its memory
         "python": partial(software.python, ".".join(map(str, sys.version_info[:3])), *software.python_versions()),
         "packages": partial(software.packages, software.pins(tested), software.supported_packages(), file=tested),
         "configuration": partial(configuration, config),
+        "ray address": partial(network.ray_address, address),
+        "token": partial(network.token, environment, token_file, Path.home()),
+        "proxies": partial(network.proxies, environment, internal),
+        "ports": partial(network.ports, ports),
+        "dashboard": partial(network.dashboards, {network.DASHBOARD, *ports}, address, node),
+        "gpus": partial(machine.gpus, wanted, software.installed_version("torch"), environment),
+        "cores": partial(machine.cores, cores(), environment),
+        "open files": partial(machine.open_files, *open_files()),
+        "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), store),
         "shared memory": partial(machine.shared_memory, SHARED_MEMORY, store),
         "memory": partial(machine.memory, tensor_bytes(config, model) if config and alone and model else 0),
         "disk": partial(machine.disk, output, checkpoint_bytes(config, model) if config and model else None, kept),
-        "temporary folder": partial(machine.temporary, Path(tempfile.gettempdir()), store),
-        "open files": partial(machine.open_files, *open_files()),
-        "cores": partial(machine.cores, cores(), environment),
-        "gpus": partial(machine.gpus, wanted, software.installed_version("torch"), environment),
-        "ports": partial(network.ports, ports),
-        "proxies": partial(network.proxies, environment, internal),
-        "ray address": partial(network.ray_address, address),
-        "token": partial(network.token, environment, token_file, Path.home()),
-        "dashboard": partial(network.dashboards, {network.DASHBOARD, *ports}, address, node),
         "sandbox": partial(software.sandbox),
         "browser": partial(software.browser),
         "desktop": partial(software.desktop),
@@ -90,7 +90,7 @@ def text(found: Mapping[str, list[Finding]]) -> str:
             lines.append(f"{finding.level:<8} {name:<{width}}  {finding.found}")
             lines += [f"{'':<8} {'':<{width}}  -> {finding.remedy}"] if finding.remedy else []
     levels = [finding.level for findings in found.values() for finding in findings]
-    return "\n".join([*lines, "", f"{levels.count('error')} errors, {levels.count('warning')} warnings"])
+    return "\n".join([*lines, "", f"{counted(levels.count('error'), 'error')}, {counted(levels.count('warning'), 'warning')}"])
 
 
 def configuration(config: RunConfig | None) -> list[Finding]:

@@ -21,6 +21,9 @@ from rayloop.engines.training_settings import FsdpSettings as FsdpSettings
 from rayloop.engines.training_settings import LoraSettings as LoraSettings
 from rayloop.engines.training_settings import OptimizerSettings as OptimizerSettings
 
+PICTURES_GIB = 1
+"""GiB of main memory in which vLLM keeps what its processor made of pictures; vLLM's own 4 are emptied at each sync of weights."""
+
 
 class EngineChoice(Computes):
     """Base of the settings of every generation engine, with the properties that other parts of the system ask for."""

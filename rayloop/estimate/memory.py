@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from rayloop.core.failures import ConfigError
-from rayloop.engines.settings import MICRO_BATCH, FsdpSettings, TransformersEngineSettings, VllmEngineSettings
+from rayloop.engines.settings import MICRO_BATCH, PICTURES_GIB, FsdpSettings, TransformersEngineSettings, VllmEngineSettings
 from rayloop.engines.training_settings import LONG
 from rayloop.estimate.shape import Shape, read_shape
 from rayloop.launch.limits import memory_limit
@@ -27,8 +27,10 @@ ACTIVATIONS, LEAST = 4, 1024
 """The activations of a micro-batch without a configured size get 1/ACTIVATIONS of a CPU's memory, and LEAST tokens or more."""
 SYNCS = 3
 """Copies of the weights in the object store at once. Their pages count for each process that has them mapped, by its share."""
-HOST = ("process", "weight_sync")
+HOST = ("process", "weight_sync", "pictures")
 """Parts of a role with GPUs that are in main memory."""
+OFFLOADED = ("weights", "gradients", "optimizer")
+"""Parts of a rank that are there, too, with ``policy.engine.cpu_offload``; a GPU has what is gathered of them for a moment."""
 
 GIB = 2**30
 CARDS = {24: 23.5, 40: 39.4, 48: 47.4, 80: 79.1, 141: 139.8}
@@ -49,16 +51,27 @@ class RoleMemory:
     """Of ``parts`` what an engine of vLLM can do without, decoding fewer sequences together."""
     sleeps: bool = False
     """Whether its parts leave the GPU while others of this kind compute."""
+    on_host: tuple[str, ...] = HOST
+    """Those of ``parts`` that are in main memory, though the role has GPUs."""
 
     @property
     def needed(self) -> float:
         """GiB of a GPU without which the role does not work."""
-        host = sum(self.parts.get(name, 0) for name in HOST)
-        return (self.bytes - host - self.spare) / GIB + CONTEXT
+        return (sum(self.of_gpu.values()) - self.spare) / GIB + CONTEXT
+
+    @property
+    def of_gpu(self) -> dict[str, int]:
+        """The parts that lie on its GPUs."""
+        return {name: size for name, size in self.parts.items() if self.gpus and name not in self.on_host}
+
+    @property
+    def of_host(self) -> dict[str, int]:
+        """The parts that lie in main memory."""
+        return {name: size for name, size in self.parts.items() if not self.gpus or name in self.on_host}
 
     @property
     def bytes(self) -> int:
-        """Bytes of all parts."""
+        """Bytes of all parts, on GPUs and in main memory."""
         return sum(self.parts.values())
 
 
@@ -98,13 +111,20 @@ def card(role: RoleMemory, roles: Sequence[RoleMemory]) -> int | None:
 
 
 def memory(config: RunConfig, shape: Shape, lengths: Lengths) -> list[RoleMemory]:
-    """One entry for each role, for trajectories of these lengths. On GPUs the parts but ``HOST`` lie there. Leave a fifth free
+    """One entry for each role, for trajectories of these lengths. Of a GPU leave a fifth free
     for fragmentation, communication and compiled graphs, which are not counted."""
     policy, rollout, environment, reward = config.policy, config.rollout, config.environment, config.reward
     sleeps = config.engine.sleep is not None
     roles = [
         RoleMemory("driver", 1, 0, {"process": LIGHT}),
-        RoleMemory("policy", policy.ranks, policy.placement.num_gpus, _rank(config, shape, lengths), sleeps=sleeps),
+        RoleMemory(
+            "policy",
+            policy.ranks,
+            policy.placement.num_gpus,
+            _rank(config, shape, lengths),
+            sleeps=sleeps,
+            on_host=(*HOST, *OFFLOADED) if policy.engine.cpu_offload else HOST,
+        ),
         RoleMemory("rollout", rollout.actors, rollout.placement.num_gpus, *_engine(config, shape, lengths.longest), sleeps),
         RoleMemory("environment", environment.actors, environment.placement.num_gpus, {"process": LIGHT}),
         RoleMemory("reward", reward.actors, reward.placement.num_gpus, {"process": LIGHT}),
@@ -238,4 +258,7 @@ def _engine(config: RunConfig, shape: Shape, tokens: int) -> tuple[dict[str, int
     one = shape.cache * each * tokens // shards
     spare = one * (together - 1) if isinstance(engine, VllmEngineSettings) and not cache else 0
     weights, update = shape.parameters * each // shards, _update(config, shape)
-    return {"process": HEAVY, "weights": weights, "cache": cache or one * together, "weight_sync": update}, spare
+    parts = {"process": HEAVY, "weights": weights, "cache": cache or one * together, "weight_sync": update}
+    if isinstance(engine, VllmEngineSettings) and shape.vision:
+        parts["pictures"] = int(engine.extra.get("mm_processor_cache_gb", PICTURES_GIB) * GIB)
+    return parts, spare

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from rayloop.core.failures import ConfigError, DataFailure
+from rayloop.core.failures import ConfigError, DataFailure, counted
 from rayloop.data.rows import rows
 from rayloop.estimate.memory import Lengths
 from rayloop.run.config import RunConfig
@@ -45,7 +45,7 @@ def measured(run: Path) -> Measured:
     """The steps in ``metrics.jsonl``. Raises ConfigError when no step, or only the first, has been finished."""
     records = _finished(run)
     if len(records) <= WARM:
-        raise ConfigError(f"{run} has {len(records)} finished steps, and the first says little: let it do a few more")
+        raise ConfigError(f"{run} has {counted(len(records), 'finished step')}, and the first says little: let it do a few more")
     later = records[WARM:]
 
     def of(name: str) -> list[float]:
@@ -139,17 +139,17 @@ def lines(config: RunConfig, made: Plan, found: Measured | None) -> list[str]:
     """The plan for people."""
     text = [
         f"{made.steps} steps of {made.groups} groups x {config.algorithm.group_size} = {made.target} trajectories, "
-        f"{made.updates} optimizer updates each"
+        f"{counted(made.updates, 'optimizer update')} each"
     ]
     if made.rows is not None:
         an_epoch = made.rows / made.groups
-        text.append(f"{made.rows} rows: {an_epoch:.1f} steps an epoch, {made.steps / an_epoch:.2f} epochs in all")
+        text.append(f"{counted(made.rows, 'row')}: {an_epoch:.1f} steps an epoch, {made.steps / an_epoch:.2f} epochs in all")
     bound = "" if found else " at most, since none has been measured"
     each = f"{made.prompt:.0f} read and {made.response:.0f} written in each{bound}"
     text.append(f"{made.trajectories} trajectories to play, {made.tokens:.3g} tokens: {each}")
     if made.evaluations:
         longer = f", whose trajectories have up to {made.held_out} tokens" if made.held_out else ""
-        text.append(f"{made.evaluations} evaluations{longer}")
+        text.append(f"{counted(made.evaluations, 'evaluation')}{longer}")
     unknown = "unknown until steps have been measured: run a few, then estimate --from RUN (or --step-seconds S)"
     return [*text, f"time: {unknown if made.seconds is None else duration(made.seconds)}"]
 

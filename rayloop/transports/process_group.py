@@ -1,7 +1,9 @@
 """A process group beside torch's default one. Only this module calls torch's undocumented constructors of groups."""
 
 import os
+import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -57,7 +59,7 @@ class Membership:
 
 def _nccl(*arguments: Any) -> Any:
     """Returns an NCCL group. Only its constructor sees ``RAISING``, so the trainer's groups keep their behaviour."""
-    with CONSTRUCTING:
+    with CONSTRUCTING, _unpinned():
         before = {name: os.environ.get(name) for name in RAISING}
         os.environ |= RAISING
         try:
@@ -65,3 +67,11 @@ def _nccl(*arguments: Any) -> Any:
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _unpinned() -> AbstractContextManager[Any]:
+    """With ``VLLM_BATCH_INVARIANT`` vLLM pins algorithm and protocol of NCCL in its processes, and has their module loaded. The
+    trainer does not, and NCCL reconciles nothing: a group of both would hang where no deadline reaches."""
+    vllm = sys.modules.get("vllm.utils.nccl")
+    unpinned: AbstractContextManager[Any] = vllm.unpinned_nccl_env() if vllm else nullcontext()
+    return unpinned

@@ -74,7 +74,7 @@ def test_a_tensor_that_a_file_of_the_model_has_beyond_the_index_is_left_out(shar
 
 def test_missing_tensors_and_files_are_errors(sharded: Path, tmp_path: Path) -> None:
     change_index(sharded, **{"model.norm.bias": sorted(sharded.glob("*.safetensors"))[0].name})
-    with pytest.raises(ConfigError, match=r"lacks 1 tensors of the model, first model\.norm\.bias in model-00001"):
+    with pytest.raises(ConfigError, match=r"lacks 1 tensor of the model, first model\.norm\.bias in model-00001"):
         Resolved(sharded).stored()
     assert main(["export", str(sharded), str(tmp_path / "out")]) == 2
     change_index(sharded, **{"model.norm.bias": "gone.safetensors"})

@@ -23,13 +23,14 @@ import torch._dynamo  # noqa: E402, F401  # it asks CUDA's own functions when it
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
+from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl  # noqa: E402, F401
 
 from rayloop.engines import attention, models  # noqa: E402
 from rayloop.engines.settings import ModelSettings, OptimizerSettings  # noqa: E402
-from rayloop.engines.training import collator, fsdp, lora, sharding  # noqa: E402
-from rayloop.estimate.memory import GIB, HOST, memory  # noqa: E402
+from rayloop.engines.training import collator, fsdp, lora, sharding, updates  # noqa: E402
+from rayloop.estimate.memory import GIB, memory  # noqa: E402
 from rayloop.estimate.shape import Shape  # noqa: E402
 from rayloop.run.config import RunConfig  # noqa: E402
 from tests.gpu_fake.models import Row, run_of, write_model  # noqa: E402
@@ -69,7 +70,8 @@ class Stage:
         self.watch, self.queries = Watch(), {"language": [0, 0], "tower": [0, 0]}
         device.pretend(self.watch.attend)
         fsdp.on_all_ranks = sharding.on_all_ranks = lambda build, within=None: build()
-        fsdp.total = self._total
+        fsdp.total = updates.total = self._total
+        sharding.CPUOffloadPolicy = lambda pin_memory: CPUOffloadPolicy(pin_memory=False)  # fake tensors cannot be pinned
         fsdp.join = self._join
         fsdp.from_first = self._load
         fsdp.checkpoint_names = outside(models.checkpoint_names)
@@ -163,7 +165,7 @@ def measure(config: RunConfig, layers: int | None = None) -> dict[str, Any]:
         engine.close()
     stage.close()
     (role,) = [role for role in memory(config, shape, row.lengths) if role.name == "policy"]
-    parts = {name: round(size / GIB, 2) for name, size in role.parts.items() if name not in HOST}
+    parts = {name: round(size / GIB, 2) for name, size in role.of_gpu.items()}
     return found | {"estimate_gib": round(sum(parts.values()), 2), "estimate": parts}
 
 
@@ -174,7 +176,9 @@ def _watch_resident(watch: Watch, engine: fsdp.FsdpEngine) -> None:
             parameter.grad = torch.zeros_like(parameter)
             state.append(parameter.grad)
     for tensor in [*engine._model.parameters(), *engine._model.buffers(), *state]:
-        watch.see(sharding.local(tensor.detach()))
+        part = sharding.local(tensor.detach())
+        if part.device.type == "cuda":  # with cpu_offload parameters, gradients and moments are in main memory
+            watch.see(part)
 
 
 def _found(stage: Stage, engine: fsdp.FsdpEngine, row: Row, resident: int) -> dict[str, Any]:

@@ -42,11 +42,13 @@ def configurations() -> list[Path]:
 
 
 def run_of(path: Path | str) -> RunConfig:
-    """The configuration, relative to the root; of a supervised stage, a run with as many rows in an update, which share nothing."""
-    file = ROOT / path
+    """The configuration, relative to the root, with overrides behind a ``+`` each; of a supervised stage, a run with as many
+    rows in an update, which share nothing."""
+    name, *overrides = str(path).split("+")
+    file = ROOT / name
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     if "answers" not in content:
-        return read(file, [])
+        return read(file, overrides)
     stage, run = SftConfig(**content), read(file.with_name(f"{file.parent.name}.yaml"), [])
     policy = run.policy.model_copy(update={"ranks": stage.workers, "engine": stage.engine, "placement": stage.placement})
     algorithm = run.algorithm.model_copy(update={"group_size": 1, "groups_per_step": stage.batch_size})

@@ -401,6 +401,8 @@ def vllm_calls() -> Iterator[Call]:
     for key in sorted(keys):
         given = Given(0, frozenset({key}), complete=False)
         yield Call(f"AsyncEngineArgs({key})", lambda w, g=given: constructed(w, "vllm.engine.arg_utils", "AsyncEngineArgs", g))
+    nccl = "vllm.utils.nccl"  # rayloop/transports/process_group.py
+    yield Call("unpinned_nccl_env", lambda w: "" if w.find(nccl, "unpinned_nccl_env") else f"{nccl} has no unpinned_nccl_env")
     for key in ("prompt_token_ids", "multi_modal_data", "multi_modal_uuids"):
         yield Call(f"tokens prompt: {key}", lambda w, k=key: "" if k in _inputs(w) else "vllm.inputs does not name it")
     calls = {

@@ -68,6 +68,15 @@ def test_the_estimate_is_that_memory(found: Found) -> None:
     assert found["estimate_gib"] == pytest.approx(found["peak_gib"], rel=0.05), (found["estimate"], found["at_peak"])
 
 
+@pytest.mark.parametrize("name", ["recipes/arc_vision/arc_vision.yaml", "recipes/presets/gpu_1.yaml"])
+def test_what_is_offloaded_is_in_main_memory_for_the_estimate_too(name: str, every: dict[str, Found]) -> None:
+    path = f"{name}+policy.engine.cpu_offload=true"
+    found = measured([Path(path)])[path]
+    assert found["estimate"].keys() == {"gathered", "activations", "logits"}
+    assert found["estimate_gib"] == pytest.approx(found["peak_gib"], rel=0.05), (found["estimate"], found["at_peak"])
+    assert found["peak_gib"] < 0.6 * every[name]["peak_gib"]
+
+
 def test_all_tensors_are_on_the_device(found: Found) -> None:
     assert found["devices"] == ["cuda:0"]
 

@@ -50,7 +50,7 @@ def take(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
 def forget(model: Any = None, named_tensors: Sequence[tuple[str, Tensor]] = ()) -> None:
     """Empty this process's cache of what the vision tower made of images: SGLang keeps it over a sync of weights, by the images'
     hashes, and would answer with features of the old weights."""
-    from sglang.srt.managers import mm_schedule
+    from sglang.srt.managers.mm_schedule import embedding_cache
 
-    if mm_schedule.embedding_cache is not None:
-        mm_schedule.embedding_cache.clear()
+    if embedding_cache is not None:
+        embedding_cache.clear()

@@ -19,7 +19,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils.logging import disable_progress_bar
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError
+from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure, WeightSyncError, counted
 from rayloop.core.files import content
 from rayloop.core.model_families import family, unsupported
 from rayloop.core.model_files import Resolved
@@ -86,8 +86,8 @@ def _refuse_nan(model: PreTrainedModel, path: str) -> None:
     wrong = [name for name, parameter in model.named_parameters() if has_nan(parameter)]
     if wrong:
         raise ConfigError(
-            f"model.path {path}: {len(wrong)} tensors hold NaN or an infinity, first {wrong[0]}: the weights are not finite. "
-            "Download or merge them again"
+            f"model.path {path}: NaN or an infinity in {counted(len(wrong), 'tensor')}, first {wrong[0]}: the weights are not "
+            "finite. Download or merge them again"
         )
 
 

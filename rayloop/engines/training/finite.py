@@ -19,7 +19,7 @@ def not_finite(state: Mapping[str, Any], device: torch.device) -> str:
     found = torch.stack([has_nan(local(tensor)).to(device) for tensor in tensors.values()])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     wrong = [name for name, bad in zip(tensors, found.tolist(), strict=True) if bad]
-    return f"{len(wrong)} of {len(tensors)} tensors hold NaN or an infinity, first {wrong[0]}" if wrong else ""
+    return f"NaN or an infinity in {len(wrong)} of {len(tensors)} tensors, first {wrong[0]}" if wrong else ""
 
 
 def _flat(state: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Tensor]]:

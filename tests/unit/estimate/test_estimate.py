@@ -177,6 +177,50 @@ def test_a_micro_batch_that_nobody_sized_fits_the_machine(memory: int, tokens: i
     assert plain.micro_batch == 16384
 
 
+ON_GPU = {"policy__placement__num_gpus": 1, "policy__engine__dtype": "bfloat16", "rollout__engine__dtype": "bfloat16"}
+
+
+def test_what_is_offloaded_is_not_on_the_gpu() -> None:
+    """The optimizer's step runs in main memory; a GPU has a layer at a time, activations and logits."""
+    kept, offloaded = (
+        next(role for role in memory(run_of(**ON_GPU, policy__engine__cpu_offload=on), qwen3b(), LENGTHS) if role.name == "policy")
+        for on in (False, True)
+    )
+    moved = {"weights", "gradients", "optimizer"}
+    assert kept.parts == offloaded.parts, "nothing is smaller for it"
+    assert kept.of_gpu.keys() - offloaded.of_gpu.keys() == moved == offloaded.of_host.keys() - kept.of_host.keys()
+    gone = sum(kept.parts[name] for name in moved)
+    assert offloaded.needed == pytest.approx(kept.needed - gone / 2**30)
+    small, large = card(offloaded, [offloaded]), card(kept, [kept])
+    assert small is not None
+    assert large is None or small < large
+    for role in (kept, offloaded):
+        assert sum(role.of_gpu.values()) + sum(role.of_host.values()) == role.bytes
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_role_with_gpus_has_two_sums(
+    offloaded: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(ROOT)
+    chosen = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in ON_GPU.items()]
+    command = ["estimate", str(QUICKSTART), f"output={tmp_path}", *chosen, f"policy.engine.cpu_offload={json.dumps(offloaded)}"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if "x policy on 1 GPU: GPU " in line)
+    on_gpu, on_host = line.partition("GPU: GPU ")[2].split("; host ")
+    assert ("optimizer" in on_host) is offloaded
+    assert ("optimizer" in on_gpu) is not offloaded
+    for text in (on_gpu, on_host.partition(";")[0]):
+        whole, _, each = text.partition(" = ")
+        assert sum(float(part.rpartition(" ")[2]) for part in each.split(", ")) == pytest.approx(float(whole), abs=0.05)
+    assert "fits a card of" in on_host
+    assert "1 optimizer update each" in said
+    assert main([*command, "--json"]) == 0
+    policy = next(role for role in json.loads(capsys.readouterr().out)["memory"] if role["role"] == "policy")
+    assert policy["gpu_bytes"] + policy["host_bytes"] == policy["bytes"]
+
+
 def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
     shape, engine = qwen3b(), parts(run_of(), "rollout")
     assert engine["weights"] == 4 * shape.parameters
@@ -294,7 +338,7 @@ def test_the_shipped_model_is_read_from_its_headers(tmp_path: Path) -> None:
 
 def steps_of(folder: Path, *seconds: float) -> Path:
     lines = [
-        {"step": n, "timing_s/step": s, "timing_s/testing": 5.0 if n == 2 else 0.0, "rollout/trained": 100,
+        {"step": n, "time": 60.0 * n, "timing_s/step": s, "timing_s/testing": 5.0 if n == 2 else 0.0, "rollout/trained": 100,
          "rollout/trajectories": 150, "prompt_length/mean": 70, "response_length/mean": 30}
         for n, s in enumerate(seconds, start=1)
     ]  # fmt: skip
@@ -311,7 +355,7 @@ def test_time_is_measured_where_there_are_finished_steps(tmp_path: Path) -> None
     assert made.seconds == pytest.approx(2.0 * 256 / 100 * 10 + 3 * 5.0)
     assert made.trajectories == 10 * 256 * 1.5
     assert made.tokens == made.trajectories * 100
-    with pytest.raises(ConfigError, match="has 1 finished steps"):
+    with pytest.raises(ConfigError, match="has 1 finished step, "):
         measured(steps_of(tmp_path / "short", 60.0))
 
 

@@ -144,7 +144,7 @@ def test_validate_reads_a_configuration_with_its_own_reader_and_files(tmp_path: 
     (tmp_path / "eval.jsonl").write_text('{"question": "a"}\n{"prompt": "a"}\n', encoding="utf-8")
     assert main(["data", "validate", str(tmp_path / "run.yaml")]) == 1
     out = capsys.readouterr().out
-    assert "train.jsonl: 1 rows read by rayloop.data.dataset:ChatRows, 0 problems" in out
+    assert "train.jsonl: 1 row read by rayloop.data.dataset:ChatRows, 0 problems" in out
     assert "eval.jsonl:2: no column 'question'" in out
     assert "warning: none of the 1 rows of" in out
     assert main(["data", "validate", str(tmp_path / "run.yaml"), "data.reader.with.prompt=prompt"]) == 2
