@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from rayloop.commands.arguments import add_cluster, add_overrides, add_run, cluster
-from rayloop.config.settings import check_components, dump, load
+from rayloop.config.settings import NotImported, check_components, dump, load, without_foreign_code
 from rayloop.core.failures import ConfigError
 from rayloop.launch.restarts import supervised
 from rayloop.run.config import read
@@ -24,13 +24,12 @@ def add_train(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    if arguments.print_config:
+        return _print_config(arguments)
     if arguments.again:
         return supervised([sys.executable, "-m", "rayloop", *sys.argv[1:], "--again=0"], arguments.again)
     with cluster(arguments) as (address, temporary):
         config = read(arguments.config, arguments.overrides)
-        if arguments.print_config:
-            print(dump(config), *(f"# {why}\n" for why in idle_settings(config)), sep="", end="")
-            return 0
         preflight(config)
         if arguments.console:
             from rayloop.commands.console import serve_beside
@@ -39,6 +38,18 @@ def _train(arguments: argparse.Namespace) -> int:
         from rayloop.cluster.stages.train import train  # imports ray, which reads the environment
 
         return train(config, address, temporary)
+
+
+def _print_config(arguments: argparse.Namespace) -> int:
+    """Print it, and what does nothing in it, and import nothing that it names: this is how one looks at a stranger's."""
+    with without_foreign_code():
+        config = read(arguments.config, arguments.overrides)
+        print(dump(config), end="")
+        try:
+            print("".join(f"# {why}\n" for why in idle_settings(config)), end="")
+        except NotImported as error:
+            print(f"# which settings do nothing is not known: {error}")
+    return 0
 
 
 def add_try(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,8 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -91,6 +93,23 @@ def takes(parameter: str, role: str, remedy: str) -> Callable[[Callable[..., Any
     return check
 
 
+_imports: ContextVar[bool] = ContextVar("imports", default=True)
+
+
+class NotImported(ConfigError):
+    """A component that is not shipped, where only shipped ones are imported."""
+
+
+@contextmanager
+def without_foreign_code() -> Iterator[None]:
+    """Nothing that a configuration names with ``use`` is imported in the block, but what this package ships."""
+    token = _imports.set(False)
+    try:
+        yield
+    finally:
+        _imports.reset(token)
+
+
 class NoSettings(SettingsModel):
     """Of a component's class that has no ``Settings`` and takes no argument."""
 
@@ -107,6 +126,8 @@ class Component(SettingsModel):
     def resolve(self) -> Callable[..., Any]:
         """The class or function itself. Raises ConfigError when it does not exist or is neither."""
         module, _, name = self.use.rpartition(":")
+        if not _imports.get() and (module.endswith(".py") or not module.startswith("rayloop.")):
+            raise NotImported(f"use: {self.use!r} is not imported")
         try:
             found = getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
         except Exception as error:  # the module is a person's own code
@@ -257,6 +278,8 @@ def check_components(settings: SettingsModel) -> None:
             component.options()
             if role is not None:
                 role.check(component)
+        except NotImported:
+            continue
         except ConfigError as error:
             hint = _beside(component.use, source) if isinstance(error.__cause__, ModuleNotFoundError) else ""
             problems.append(f"{source.where((*path, 'use'))}: {dotted(path)}: {error}{hint}")
