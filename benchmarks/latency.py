@@ -111,7 +111,7 @@ def _config(arguments: argparse.Namespace, folder: Path, name: str, barrier: int
             },
         },
         "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
-        "keep_rollouts": 0, "console": {"samples": 0}, "weight_sync": {"logprob_check": "stop"},
+        "keep_rollouts": 0, "weight_sync": {"logprob_check": "stop"},
     }  # fmt: skip
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")

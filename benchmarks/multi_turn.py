@@ -90,7 +90,7 @@ def _config(arguments: argparse.Namespace, folder: Path) -> RunConfig:
             "engine": {"use": "benchmarks.screens:WaitingEngine", "with": {"seconds": arguments.seconds}},
         },
         "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
-        "keep_rollouts": 0, "console": {"samples": 0}, "weight_sync": {"logprob_check": "stop"},
+        "keep_rollouts": 0, "weight_sync": {"logprob_check": "stop"},
     }  # fmt: skip
     path = folder / "multi_turn.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")

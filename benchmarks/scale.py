@@ -137,7 +137,7 @@ def _config(load: Load, folder: Path) -> Path:
         },
         "reward": {"source": {"use": "benchmarks.step:DigitShare"}},
         "rollout": {"actors": load.engines}, "weight_sync": {"logprob_check": "stop"},
-        "keep_rollouts": 0, "console": {"samples": 0},
+        "keep_rollouts": 0,
     }  # fmt: skip
     path = folder / "scale.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")

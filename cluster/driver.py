@@ -322,12 +322,12 @@ class Driver:
             await self.observe()
         trained = {group.number: group for group in sorted(collected.groups, key=lambda g: g.number)}
         dropped = [g for g in sorted(collected.finished, key=lambda g: g.number) if g.number not in trained]
-        shown, sample = self.config.console.samples, [g for two in zip_longest(trained.values(), dropped) for g in two if g]
-        records = await self.dump(sample[: max(self.config.keep_rollouts, min(shown, 1))], self.step)
+        sample = [g for two in zip_longest(trained.values(), dropped) for g in two if g]
+        records = await self.dump(sample[: self.config.keep_rollouts], self.step)
         ledger, seconds = self.ledger.counts(), self.timings.take()
         self.rollouts.alarms.recorded(self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics()))
-        if shown and records:
-            self.reporter.updates.append(("samples", completions(records, shown)))
+        if records:
+            self.reporter.updates.append(("samples", completions(records)))
 
     def notice_skipped(self, report: Mapping[str, float]) -> None:
         """Say which updates of the step were skipped. Raises Diverged when the run would end with a step that changed nothing."""

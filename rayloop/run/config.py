@@ -28,7 +28,6 @@ from rayloop.run.lifetime import (
     EPISODES,
     SAMPLING,
     CheckpointSettings,
-    ConsoleSettings,
     EvaluationSettings,
     PreemptionSettings,
     ProfileSettings,
@@ -156,7 +155,6 @@ class RunConfig(SettingsModel):
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     report: ReportSettings = ReportSettings()
-    console: ConsoleSettings = ConsoleSettings()
     profile: ProfileSettings = ProfileSettings()
     alarms: AlarmSettings = AlarmSettings()
     recovery: RecoverySettings = RecoverySettings()
@@ -165,7 +163,8 @@ class RunConfig(SettingsModel):
     """Where metrics go besides ``metrics.jsonl`` and Prometheus, such as ``loggers: [{kind: tensorboard}, {use: "mine:Logger"}]``
     (docs/bring_your_own/metric.md). One that fails is dropped with an event; the run goes on."""
     keep_rollouts: int = Field(4, ge=0)
-    """Groups per step written to ``rollouts/`` with texts and images; 0: none. Raise it to read more of them."""
+    """Groups per step written to ``rollouts/`` with texts and images, two completions of one of them also to the terminal; 0: none.
+    Raise it to read more of them."""
 
     @model_validator(mode="before")
     @classmethod

@@ -138,13 +138,6 @@ class ReportSettings(SettingsModel):
     example ``{use: "rayloop.recipes.arc_vision.boxes:GroundingBoxes"}``."""
 
 
-class ConsoleSettings(SettingsModel):
-    """What the terminal of a run shows besides a line for each step."""
-
-    samples: int = Field(2, ge=0)
-    """Completions of one group that are shown after each step, with their rewards; 0: none. Raise it to read more at a glance."""
-
-
 class ProfileSettings(SettingsModel):
     """What of the run is profiled, for ui.perfetto.dev."""
 

@@ -21,7 +21,7 @@ MARKUP = re.compile(r"<\|im_start\|>\w*\n?|<\|[^|<>]{1,40}\|>(?:×\d+)?")
 """Special tokens as ``chat.tokenizer.shown`` writes them."""
 
 
-def completions(records: Sequence[RolloutRecord], count: int) -> dict[str, Any]:
+def completions(records: Sequence[RolloutRecord], count: int = 2) -> dict[str, Any]:
     """Of the first group whose rewards differ, or else the first one: its ``task``, and in ``rows`` sample, reward, advantage and
     text of ``count`` members, from the best to the worst. Texts have one line and are cut; images are named."""
     groups = [list(members) for _, members in groupby(records, lambda record: record.group)]
