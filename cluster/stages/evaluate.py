@@ -37,7 +37,7 @@ from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RolloutDump, is_answer, make_folder
 from rayloop.run.held_out import Play, blind, plays, read_items
-from rayloop.run.identity import pinned
+from rayloop.run.identity import dated, pinned
 from rayloop.run.lifetime import right
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import JsonLines
@@ -63,10 +63,11 @@ def evaluate(
         print(f"no row of {data} shows an image: --controls has no wrong image to play")
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
     config = pinned(config)
+    make_folder(out, "--out")
+    config = config.model_copy(update={"model": dated(config.model, out)})
     weights = config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
     identity = {"config": config_hash(config), "weights": weights, "data": _sha256([Path(data)])}
     identity |= {"retries": str(retries)} if retries else {}
-    make_folder(out, "--out")
     items_file = out / "items.jsonl"
     done = read_items(items_file)
     _claim(out / "identity.json", identity, empty=not done)

@@ -30,6 +30,7 @@ from rayloop.estimate.memory import fitted
 from rayloop.estimate.shape import read_shape
 from rayloop.grpo.losses.settings import ReinforceLoss
 from rayloop.run.folder import make_folder
+from rayloop.run.identity import dated
 from rayloop.sft.stage import START, Examples, SftConfig, SftProgress, make_tiny
 
 RUN, PROGRESS, CHECKPOINTS, STATE = "run", "progress.txt", "checkpoints", "state.json"
@@ -80,9 +81,10 @@ def _fit(config: SftConfig) -> None:
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths of the configuration keep their meaning
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
     make_tiny(config)
+    model = dated(config.model, local_path(config.output) / RUN)
     placement, gpu = config.placement, config.placement.num_gpus > 0
     shape = read_shape(config.model.path, config.model.revision)
-    config = config.model_copy(update={"engine": fitted(config.engine, shape, config.workers, gpu)})
+    config = config.model_copy(update={"model": model, "engine": fitted(config.engine, shape, config.workers, gpu)})
     resources = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
     trainer = TorchTrainer(
         run_rank,

@@ -37,7 +37,7 @@ from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
-from rayloop.run.identity import ResumeRefused, identity, pinned
+from rayloop.run.identity import ResumeRefused, dated, identity, pinned
 from rayloop.run.identity import check as check_fit
 from rayloop.run.place import findable, namespace
 from rayloop.run.reporter import failure
@@ -66,7 +66,10 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     folder = RunFolder(config.output, config.name)
     make_folder(folder.path, "output=FOLDER")
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
-    config = with_micro_batch(pinned(config, origin.find()))
+    found = origin.find()
+    config = with_micro_batch(pinned(config, found))
+    then = found.about.get("config", {}).get("model") if found else None
+    config = config.model_copy(update={"model": dated(config.model, folder.path, then)})
     with (
         _while_idle(lambda: origin.stopped(folder.last_step)) as check,
         folder.acquired(config.checkpoint.resume),

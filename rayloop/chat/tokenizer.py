@@ -1,21 +1,16 @@
-"""The tokenizer and chat template of a model folder, without transformers, which imports torch."""
+"""The tokenizer of a model folder, without transformers, which imports torch."""
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import partial
+import re
+import uuid
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from rayloop.core.failures import ConfigError
+from rayloop.core.files import utf8
 from rayloop.core.types import TokenIds
 
 
@@ -27,6 +22,49 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    return tokenizer
+
+
+class Encoder:
+    """Encodes as the folder's tokenizer does, whole texts at once: what stands at their start, and the white space that a special
+    token takes with it, depend on what is around. ``disarmed`` texts are data: a guard, which only a normaliser takes out again,
+    keeps special tokens that are typed in them plain text. Raises ConfigError for a tokenizer that finds them even so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = load_tokenizer(folder)
+        self._guard = f"\ufdd0{uuid.uuid4().hex}"
+        self.special = {t.content: i for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special}
+        longest_first = sorted(self.special, key=len, reverse=True)
+        self.markup = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._guarded = _without(load_tokenizer(folder), self._guard)
+        self._guarded.encode_special_tokens = True  # for what a special token is as a text
+        texts = {token: self._guarded.encode(token, add_special_tokens=False).ids for token in self.special}
+        self._guarded.encode_special_tokens = False
+        for token, text in texts.items():
+            if self.ids(self.disarmed(token)) != tuple(text):
+                raise ConfigError(f"{folder}: the tokenizer reads {token!r} as a special token wherever it is typed")
+
+    def disarmed(self, text: str) -> str:
+        """Break special tokens typed inside a text with the guard."""
+        return self.markup.sub(lambda found: self._guard.join([*found[0], ""]), text)
+
+    def ids(self, text: str) -> TokenIds:
+        """The tokens of a text with special tokens, and with parts that were ``disarmed``."""
+        tokenizer = self._guarded if self._guard in text else self.tokenizer
+        return tuple(tokenizer.encode(utf8(text), add_special_tokens=False).ids)
+
+
+def _without(tokenizer: Tokenizer, guard: str) -> Tokenizer:
+    """The tokenizer, which takes ``guard`` out of a text once it has looked for special tokens."""
+    if any(token.special and token.normalized for token in tokenizer.get_added_tokens_decoder().values()):
+        plain = json.loads(tokenizer.to_str())
+        for token in plain["added_tokens"]:
+            token["normalized"] = token["normalized"] and not token["special"]  # else it is looked for again
+        tokenizer = Tokenizer.from_str(json.dumps(plain))
+    steps = [normalizers.Replace(guard, "")]
+    if tokenizer.normalizer is not None:
+        steps.append(tokenizer.normalizer)
+    tokenizer.normalizer = normalizers.Sequence(steps)
     return tokenizer
 
 
@@ -42,40 +80,6 @@ def shown(tokenizer: Tokenizer, token_ids: TokenIds) -> str:
     return "".join(texts)
 
 
-class ChatTemplate:
-    """``source`` is Jinja; ``special_tokens`` (bos_token, eos_token, ...) are visible to it by name."""
-
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        environment.globals.update(raise_exception=_raise, strftime_now=lambda format: datetime.now().strftime(format))
-        self._template = environment.from_string(source)
-        self._special_tokens = dict(special_tokens)
-
-    def __call__(self, messages: Sequence[Mapping[str, Any]], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The conversation's text; ``generation`` appends the assistant's header. Raises jinja2.TemplateError."""
-        return self._template.render(
-            messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=generation, **self._special_tokens
-        )
-
-
-def load_chat_template(folder: Path) -> ChatTemplate:
-    """From chat_template.jinja, chat_template.json or tokenizer_config.json. Raises ConfigError when none has one."""
-    tokenizer = read_json(folder / "tokenizer_config.json")
-    source = _source(folder, tokenizer)
-    special = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        token = tokenizer.get(name)
-        if token is not None:
-            special[name] = token["content"] if isinstance(token, dict) else str(token)
-    try:
-        return ChatTemplate(source, special)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"{folder}: the chat template does not compile: {error}") from error
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model folder; empty when there is no such file. Raises ConfigError when malformed."""
     try:
@@ -87,32 +91,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}, expected an object")
     return content
-
-
-def _source(folder: Path, tokenizer: Mapping[str, Any]) -> str:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = read_json(folder / "chat_template.json").get("chat_template", tokenizer.get("chat_template"))
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    if not isinstance(template, str):
-        raise ConfigError(
-            f"{folder} has no chat template (chat_template.jinja, chat_template.json, or chat_template in "
-            "tokenizer_config.json). Use an instruction-tuned checkpoint, or add one"
-        )
-    return template
-
-
-class _Generation(jinja2.ext.Extension):
-    """transformers' ``{% generation %}`` block, which marks assistant text: rendered as its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -254,7 +254,7 @@ async def _led(config: RunConfig, kind: EnvironmentKind, task: Task, ask: Ask, p
             raise EpisodeLeft("the episode was left")
         if replayed:
             print(f"on record> {visible(text)}")
-        tokens = (*renderer.encode(text), renderer.end_tokens[0])
+        tokens = renderer.answer(text)
         known, images = (*prompt.token_ids, *tokens), len(prompt.images)
         return Completion(tokens, (0.0,) * len(tokens), FinishReason.END_TOKEN, Version(0, 0))
 

@@ -4,9 +4,12 @@ import argparse
 from pathlib import Path
 
 from rayloop import recipes
+from rayloop.chat.template import CLOCK
 from rayloop.commands.arguments import add_cluster, add_run, cluster
+from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError
 from rayloop.run.config import RunConfig, read
+from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import preflight
 
 
@@ -36,9 +39,27 @@ def evaluation_folder(config: RunConfig, checkpoint: Path | None, benchmark: str
     """Beside the run that the checkpoint is of, and named after it; of a model folder, or without one, below ``output``."""
     if checkpoint is None:
         return Path(config.output) / f"{config.name}-{benchmark}"
+    run = run_of(checkpoint)
+    if run is None:
+        return Path(config.output) / f"{checkpoint.resolve().name}-{benchmark}"
+    return run.with_name(f"{run.name}-{benchmark}")
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The folder of the run that the checkpoint is of; None for a model folder."""
     path = checkpoint.resolve()
-    run = next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
-    return Path(config.output) / f"{path.name}-{benchmark}" if run is None else run.with_name(f"{run.name}-{benchmark}")
+    return next((folder for folder in (path, *path.parents[:2]) if (folder / "config.yaml").is_file()), None)
+
+
+def as_asked(model: ModelSettings, checkpoint: Path, folder: Path) -> ModelSettings:
+    """The model of a checkpoint, exported below ``folder``; a date in its prompts is that of its run."""
+    from rayloop.run.export import model_of  # imports torch
+
+    run, variables = run_of(checkpoint), model.chat_template_kwargs
+    then = RunFolder.at(run).configuration.get("model", {}) if run else {}
+    date = {name: value for name, value in (then.get("chat_template_kwargs") or {}).items() if name == CLOCK}
+    path = str(model_of(checkpoint, folder))
+    return model.model_copy(update={"path": path, "revision": None, "chat_template_kwargs": {**date, **variables}})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,9 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         if name and not Path(data).is_file():
             raise ConfigError(f"{data} is not there. {recipes.benchmarks()[name]} says in its first line how it is made")
         if arguments.checkpoint is not None:
-            from rayloop.run.export import model_of  # imports torch
-
-            given = config.model.model_copy(update={"path": str(model_of(arguments.checkpoint, out / "models")), "revision": None})
+            given = as_asked(config.model, arguments.checkpoint, out / "models")
             config = config.model_copy(update={"model": given})
         asked = config.model_copy(update={"data": config.data.model_copy(update={"eval": data})})
         preflight(asked, trains=False, reads=("train", "eval") if arguments.controls else ("eval",))

@@ -1,14 +1,17 @@
 """Which model is trained. In core because prompt, engine and trainer must agree on it. No torch."""
 
-from typing import Annotated, Literal, Self
+from datetime import datetime
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rayloop.config.settings import LocalPath, SettingsModel
 from rayloop.core.model_files import resolve
 
 Dtype = Literal["float32", "bfloat16"]
 Threads = Annotated[int, Field(ge=1)] | None
+GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of a chat template that a conversation has."""
 
 
 class Computes(SettingsModel):
@@ -43,6 +46,19 @@ class ModelSettings(SettingsModel):
     position_tint: float = Field(0.0, ge=0, lt=1)
     """How strongly pixels are coloured by where they are: red grows to the right, blue downwards. 0 leaves images alone. A tiny
     model trained from scratch needs it to know where on the page a patch is; pretrained models do not."""
+
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as ``{enable_thinking: false}``. ``strftime_now`` is the time that a template with the
+    date in it shows (``2026-01-31``); a run keeps the one at which it began."""
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _free(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted({*variables} & GIVEN):
+            raise ValueError(f"{taken[0]} is given by the run itself")
+        if (time := variables.get("strftime_now")) is not None:
+            datetime.fromisoformat(str(time))
+        return variables
 
     def here(self, *, weights: bool = True) -> Self:
         """The same with the folder on this machine as ``path``; what lacks of a Hub's model is downloaded. Raises ConfigError."""

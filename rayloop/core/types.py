@@ -70,10 +70,12 @@ class ImageRef:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message; ``parts`` are texts and images in reading order."""
+    """One chat message; ``parts`` are texts and images in reading order. ``fields``: its other keys that a chat template may read
+    (``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``); ``content`` among them stands for the parts (None)."""
 
     role: str
     parts: tuple[str | ImageSource, ...]
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def images(self) -> list[ImageSource]:

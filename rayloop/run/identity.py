@@ -2,10 +2,14 @@
 what ``about`` describes: schema version, hashes of the model's files, the configuration."""
 
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from rayloop.chat.template import CLOCK, template_source
+from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError
+from rayloop.core.files import needed, write_whole
 from rayloop.core.model_files import hashed, resolve
 from rayloop.data.dataset import Dataset
 from rayloop.run.checkpoint import Checkpoint
@@ -24,12 +28,14 @@ FILES = {
 }
 """Of the model folder ``model.path``, by what they decide."""
 FIXED = (
-    "model.min_pixels", "model.max_pixels", "model.position_tint", "policy.engine.train_vision", "policy.engine.lora.",
-    "seed", "data.order",
+    "model.min_pixels", "model.max_pixels", "model.position_tint", "model.chat_template_kwargs.", "seed", "data.order",
+    "policy.engine.train_vision", "policy.engine.lora.",
 )  # fmt: skip
 """Keys that may not change within a run; with a dot at the end, all below, and whether there are any."""
 FREE = ("policy.engine.lora.dropout", "policy.engine.lora.targets", "policy.engine.lora.vision")
 """Of these, the keys that may change: dropout changes no weight's meaning, and only older checkpoints have the others."""
+TEMPLATE_TIME = "template_time"
+"""The file of a folder that has the time which a chat template with the date in it shows there."""
 UNREPORTED = ("checkpoint.resume",)
 """Keys that say how to start, not what the run is."""
 
@@ -44,6 +50,24 @@ def pinned(config: RunConfig, checkpoint: Checkpoint | None = None) -> RunConfig
     revision = model.revision or (then.get("revision") if then.get("path") == model.path else None)
     commit = resolve(model.path, revision).commit
     return config.model_copy(update={"model": model.model_copy(update={"revision": commit})}) if commit else config
+
+
+def dated(model: ModelSettings, folder: Path, then: Mapping[str, Any] | None = None) -> ModelSettings:
+    """The same with the time that the chat template shows, if it shows any: that of the model ``then`` (as plain data), else of an
+    earlier start in ``folder``, else of now, which ``folder`` keeps. So the members of a group, an evaluation and a resumed run
+    are asked the same. Raises ConfigError, StorageFailed."""
+    variables, file = model.chat_template_kwargs, folder / TEMPLATE_TIME
+    if CLOCK in variables or CLOCK not in template_source(resolve(model.path, model.revision).folder):
+        return model
+    time = ((then or {}).get("chat_template_kwargs") or {}).get(CLOCK)
+    with needed(file):
+        if time is None and file.is_file():
+            time = file.read_text(encoding="utf-8").strip()
+        if time is None:
+            time = datetime.now().isoformat(timespec="seconds")
+        if not file.is_file():
+            write_whole(file, f"{time}\n".encode())
+    return model.model_copy(update={"chat_template_kwargs": {**variables, CLOCK: time}})
 
 
 def identity(config: RunConfig) -> dict[str, str]:
@@ -101,6 +125,8 @@ def _both(then: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any], d
         old["data.order"] = "file"
     if (frozen := old.pop("policy.engine.freeze_vision", None)) is not None:
         old["policy.engine.train_vision"] = False if frozen else old.get("policy.engine.lora.vision") or None
+    if "chat_template_kwargs" not in then["config"]["model"]:  # there were none, and dates were those of the moment
+        old |= {key: value for key, value in new.items() if key.startswith("model.chat_template_kwargs")}
     return old, new
 
 

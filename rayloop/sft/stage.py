@@ -111,7 +111,7 @@ class Examples:
         show("prompt", self.renderer.prompt(task.messages))
         for assistant, messages in groupby(checked(self.answers.answer(task, rng), task), key=lambda m: m.role == ASSISTANT):
             if assistant:
-                said = (*self.renderer.encode("".join(_texts(messages))), self.renderer.end_tokens[0])
+                said = self.renderer.answer("".join(_texts(messages)), opening=True)
                 turns.append(Turn(ASSISTANT, said, logprobs=(0.0,) * len(said), version=START))
             else:
                 show("observation", self.renderer.observation(list(messages), said))

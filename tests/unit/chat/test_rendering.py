@@ -122,13 +122,13 @@ def test_an_observation_is_the_tail_of_the_full_rendering(renderer: Renderer, hf
 
 def test_what_members_of_a_group_show_alike_is_rendered_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     renderer, encoded = Renderer(ModelSettings(path=str(folder)), LIMIT), list[str]()
-    encode = renderer.encode
+    encode = renderer._encoder.ids
 
     def counted(text: str) -> tuple[int, ...]:
         encoded.append(text)
         return encode(text)
 
-    monkeypatch.setattr(renderer, "encode", counted)
+    monkeypatch.setattr(renderer._encoder, "ids", counted)
     for render in (renderer.prompt, lambda messages: renderer.observation(messages, ())):
         encoded.clear()
         first = render([Message("user", ("What now?", image(60, 90)))])
@@ -226,14 +226,14 @@ def test_a_text_model_renders_text_and_refuses_images(text_folder: Path) -> None
 
 
 CONTENT = "{{ message['content'] }}"
-UNSTABLE = SYSTEM_TEMPLATE.replace(CONTENT, "{{ '<think></think>' if loop.last }}" + CONTENT)
+FORGETFUL = SYSTEM_TEMPLATE.replace(CONTENT, "{{ message['content'] if loop.last }}")
 PLAIN_END = SYSTEM_TEMPLATE.replace("<|im_end|>", "</s>")
 
 
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
-        (UNSTABLE, "prefix-stable"),
+        (FORGETFUL, "leaves out an earlier answer"),
         (PLAIN_END, "special token"),
         ("{{ raise_exception('never') }}", "never"),
         ("{% if %}", "does not compile"),

@@ -1,0 +1,102 @@
+"""The chat template of a model folder, rendered as transformers does, without transformers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from rayloop.chat.tokenizer import read_json
+from rayloop.core.failures import ConfigError
+
+CLOCK = "strftime_now"
+"""The function with which templates write the date."""
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+class ChatTemplate:
+    """``source`` is Jinja. It sees ``special_tokens`` (bos_token, eos_token, ...) and ``variables`` by name. The variable
+    ``strftime_now`` is the time, in ISO 8601, that the template's function of that name formats; without it, that of now. Either
+    way it stands still: what is rendered first and last agrees about the date. Raises jinja2.TemplateError."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any] | None = None) -> None:
+        others = dict(variables or {})
+        time = others.pop(CLOCK, None)
+        moment = datetime.now() if time is None else datetime.fromisoformat(str(time))
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise
+        environment.globals[CLOCK] = moment.strftime
+        self._template = environment.from_string(source)
+        self._variables = {**special_tokens, **others}
+
+    def __call__(self, messages: Sequence[Mapping[str, Any]], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        """The conversation's text; ``generation`` appends the assistant's header. Raises jinja2.TemplateError, whatever fails."""
+        try:
+            return self._template.render(
+                messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=generation, **self._variables
+            )
+        except jinja2.TemplateError:
+            raise
+        except Exception as error:  # the template's own code: a text added to a list, a key that is not there
+            raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
+
+
+def load_chat_template(folder: Path, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
+    """From chat_template.jinja, chat_template.json or tokenizer_config.json. Raises ConfigError when none has one."""
+    source, tokenizer = template_source(folder), read_json(folder / "tokenizer_config.json")
+    special = {}
+    for name in _NAMED:
+        token = tokenizer.get(name)
+        if token is not None:
+            special[name] = token["content"] if isinstance(token, dict) else str(token)
+    try:
+        return ChatTemplate(source, special, variables)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{folder}: the chat template does not compile: {error}") from error
+
+
+def template_source(folder: Path) -> str:
+    """The chat template as Jinja. Raises ConfigError."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    older = read_json(folder / "tokenizer_config.json").get("chat_template")
+    template = read_json(folder / "chat_template.json").get("chat_template", older)
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not isinstance(template, str):
+        raise ConfigError(
+            f"{folder} has no chat template (chat_template.jinja, chat_template.json, or chat_template in "
+            "tokenizer_config.json). Use an instruction-tuned checkpoint, or add one"
+        )
+    return template
+
+
+class _Generation(jinja2.ext.Extension):
+    """transformers' ``{% generation %}`` block, which marks assistant text: rendered as its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """As in transformers: Jinja's own filter escapes the characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
