@@ -24,10 +24,8 @@ WORDS = 30_000
 GLOSSARY_WORDS = 400
 PRODUCT = ("rayloop", "judge", "recipes", "actors", "cluster", "serve_apps")
 """The folders that are installed."""
-GENERATED = tuple(
-    f"docs/{name}.md"
-    for name in ("config", "components", "events", "metrics", "doctor", "sft", "published_values", "idle_settings")
-)
+_MADE = ("config", "components", "events", "metrics", "doctor", "sft", "published_values", "compatibility", "idle_settings")
+GENERATED = tuple(f"docs/{name}.md" for name in _MADE)
 """Pages that ``make docs`` writes."""
 
 

@@ -1,0 +1,1 @@
+"""The sections of docs/compatibility.md: published artefacts, each tried beside the library that defines it."""
