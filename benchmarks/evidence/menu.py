@@ -46,6 +46,7 @@ ENTRIES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "cispo": ({"kind": "cispo"}, {}),
     "sapo": ({"kind": "sapo"}, {}),
     "dppo": ({"kind": "dppo"}, {}),
+    "dppo 0.2": ({"kind": "dppo", "clip_low": 0.2, "clip_high": 0.2}, {}),
     "reinforce": ({"kind": "reinforce"}, {}),
     "seq-mean-token-mean": ({**PPO, "aggregation": "seq-mean-token-mean"}, {}),
     "constant 12 x 32": ({**PPO, "aggregation": 384.0}, {"kind": "dr_grpo"}),
@@ -66,6 +67,7 @@ ENTRIES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "rloo": (PPO, {"kind": "rloo"}),
     "reinforce_pp": (PPO, {"kind": "reinforce_pp"}),
     "batch_std": (PPO, {"kind": "batch_std"}),
+    "batch_std of rewards": (PPO, {"kind": "batch_std", "with": {"of": "rewards"}}),
     "gdpo": (PPO, {"kind": "gdpo", "with": {"weights": {"iou": 1.0, "click": 1.0}}}),
     "maxrl": (PPO, {"kind": "maxrl"}),
     "turns": (PPO, {"kind": "turns"}),
@@ -157,10 +159,27 @@ def run(name: str, seed: int) -> dict[str, float]:
     }  # fmt: skip
 
 
+BASE = "ppo, grpo"
+"""The entry that the others change."""
+RESULTS = ("sampled_after", "greedy_after", "reward_last")
+"""Of answers, not of log-probs: a weight that is 1 up to rounding changes no answer."""
+
+
+def did_nothing(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """Entries with the results of ``BASE`` in each seed: they are no evidence that what they name can be trained with."""
+
+    def results(name: str) -> dict[str, list[float]]:
+        return {seed: [row[column] for column in RESULTS] for seed, row in found[name].items()}
+
+    return [name for name in found if name != BASE and results(name) == results(BASE)]
+
+
 def table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    """Markdown: means over seeds, the gain with its t interval."""
+    """Markdown: means over seeds, the gain with its t interval, of the entries that did something."""
     lines = ["|entry|held-out before|after|gain|entropy|KL|clipped|", "|---|---|---|---|---|---|---|"]
     for name, seeds in found.items():
+        if name in did_nothing(found):
+            continue
         rows = list(seeds.values())
 
         def mean(column: str, rows: list[Mapping[str, float]] = rows) -> float:
@@ -191,6 +210,7 @@ def main(argv: Sequence[str] = ()) -> None:
                 print(seed, name, json.dumps(found[name][str(seed)]), flush=True)
                 chosen.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(table(found))
+    print("did nothing:", ", ".join(did_nothing(found)))
 
 
 if __name__ == "__main__":

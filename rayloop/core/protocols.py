@@ -266,7 +266,7 @@ class BoxReader(Protocol):
 @dataclass(frozen=True, slots=True)
 class TrainItem:
     """One trajectory to train on; reference log-probs [sampled_tokens] or None. ``on_policy``: a replayed sample whose old
-    log-probs are recomputed (weight 1). ``lag``: versions between its first sampled token and the step. ``turns``: an advantage for
+    log-probs are recomputed (weight 1). ``lag``: steps between its oldest weights and these. ``turns``: an advantage for
     each sampled turn, in place of one for all. ``group_tokens``: sampled tokens of its group in the update. ``part_of`` and
     ``trajectory_tokens``: of a sequence, the number and the sampled tokens of its trajectory in the update; 0: its own."""
 

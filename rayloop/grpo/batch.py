@@ -44,7 +44,7 @@ class TrainSample:
     chosen: Tensor | None = None  # [N] float32, 1 for the tokens of top_entropy_quantile, else 0; None: all
     elsewhere: Elsewhere | None = None  # the tokens of its trajectory's other sequences, where the loss looks at them
     on_policy: bool = False  # treat the behaviour policy as the old one (no correction weight)
-    lag: int = 0  # steps between the weights that sampled the first token and the weights being trained
+    lag: int = 0  # steps between the oldest weights that sampled a turn and those being trained
     kept: Kept | None = None  # [N], the tokens that top_p and top_k kept; None: all
 
     @property

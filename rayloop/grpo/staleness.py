@@ -21,7 +21,7 @@ def lag(version: Version, training: Version) -> int:
 
 
 def is_stale(first: Version, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> bool:
-    """Whether a trajectory whose first token was sampled by ``first`` must not be trained by ``training``. A version of another
+    """Whether a trajectory that ``first``, its oldest version, began must not be trained by ``training``. A version of another
     lineage is stale, unless ``inherited`` (lineage -> step of the checkpoint from which the present one was restored) has it."""
     if first.lineage != training.lineage and first.step > inherited.get(first.lineage, -1):
         return True
@@ -45,7 +45,7 @@ def expired(group: Group, training: Version, max_staleness: int, inherited: Mapp
 
 
 def began(group: Group) -> float:
-    """Returns the step of the oldest version that sampled a kept member's first token; infinite when all kept ones are replayed."""
+    """Returns the step of the oldest version that sampled a turn of a kept member; infinite when all kept ones are replayed."""
     return min((m.summary.first_version.step for m in group.kept if not m.replayed), default=math.inf)
 
 
