@@ -18,7 +18,7 @@ from rayloop.core.groups import Group, Outcome, Scored, Unscored, UnscoredKind
 from rayloop.core.model_files import resolve
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.threads import in_thread, own_frames
-from rayloop.core.types import EndReason, Ref, Task, Trajectory
+from rayloop.core.types import UNGRADED, Ref, Task, Trajectory
 from rayloop.rewards.functions import around, as_outcome, as_outcomes, as_source
 from rayloop.rewards.settings import RewardSettings
 from rayloop.run.folder import RolloutRecord, rollout_record
@@ -60,18 +60,21 @@ class RewardActor(Actor):
     async def judge(self, trajectories: Sequence[Trajectory], task: Task, step: int) -> list[Outcome]:
         """The outcomes of trajectories that are scored together for training step ``step``, within twice the timeout. A grader that
         raises or hangs is called once more; ``reward.on_error`` decides about the second failure. Failures of network, disk or
-        memory, and of ``infrastructure`` sources, leave trajectories unscored. One whose action hung a tool gets the failing value
+        memory, and of ``infrastructure`` sources, leave trajectories unscored. One that the policy broke gets the failing value
         without a grader. Raises WorkerSpent, and RewardLost and ConfigError, with which a source ends the run."""
         if (stuck := threads.hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of the grader hang in this process")
-        hung = Scored(self._settings.failing_value, flags=(str(EndReason.TOOL_DEADLINE),))
-        asked = [trajectory for trajectory in trajectories if trajectory.end_reason is not EndReason.TOOL_DEADLINE]
+        asked = [trajectory for trajectory in trajectories if trajectory.end_reason not in UNGRADED]
         self.rewards += len(asked)
         try:
             outcomes = iter(await self._attempts(asked, task, [self._context(t, step) for t in asked]) if asked else ())
         finally:
             self.rewards -= len(asked)
-        return [hung if t.end_reason is EndReason.TOOL_DEADLINE else next(outcomes) for t in trajectories]
+        return [self._broken(t) if t.end_reason in UNGRADED else next(outcomes) for t in trajectories]
+
+    def _broken(self, trajectory: Trajectory) -> Outcome:
+        """The outcome of an episode that the policy broke."""
+        return Scored(self._settings.failing_value, flags=(str(trajectory.end_reason),))
 
     async def describe(self, group: Group, *trajectories: Trajectory) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """For the run folder: a record of each member of ``group`` (in order), and the images that travelled with them."""

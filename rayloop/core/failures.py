@@ -1,7 +1,12 @@
-"""Typed failures, none of which becomes a reward. The command line prints a ``RayloopError`` as one paragraph."""
+"""Typed failures, and the rule that says who broke an episode. The command line prints a ``RayloopError`` as one paragraph.
+
+The rule: **what the policy broke is always scored; what the infrastructure or the data broke never is; nothing else decides.**
+``blame`` decides about foreign code that carries out what the policy wrote. A grader's own failure is ``reward.on_error``'s."""
 
 import difflib
-from collections.abc import Sequence
+import errno
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -172,10 +177,20 @@ class EnvironmentHung(EnvironmentFailed):
 
 
 class AgentFailed(EnvironmentFailed):
-    """The program of an environment that leads its episodes ended with an error."""
+    """The program of an environment that leads its episodes ended with an error. ``policys``: one that an answer of the policy may
+    have caused."""
+
+    def __init__(self, why: str, bug: bool = False, policys: bool = True) -> None:
+        super().__init__(why, bug)
+        self.policys = policys
 
 
-class ToolDeadline(RayloopError):
+class PolicyFailure(RayloopError):
+    """What the policy did broke its environment: ``step`` or ``evaluate`` raises it, and the episode ends as ``policy_failure``
+    with the failing value, a reward like others."""
+
+
+class ToolDeadline(PolicyFailure):
     """An environment's ``step`` raises it when the policy's action outlived the tool's deadline; the episode ends with it."""
 
 
@@ -276,3 +291,79 @@ class Damaged(CheckpointError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.reason}"
+
+
+class Blame(StrEnum):
+    """Who broke an episode."""
+
+    POLICY = "policy"
+    """Scored: the policy sees the error, or the episode ends with it."""
+    DATA = "data"
+    INFRASTRUCTURE = "infrastructure"
+    """Neither is scored: the episode is played again elsewhere, then excluded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception as far as ``blame_of`` needs it: the names of its class and its bases, and its ``errno``."""
+
+    kinds: Sequence[str]
+    errno: int | None = None
+
+
+MACHINES = frozenset({
+    "InfrastructureFailure", "MemoryError", "ImportError", "ConnectionError", "TimeoutError", "CancelledError",
+    "APIConnectionError", "TransportError", "ClosedResourceError", "BrokenResourceError", "EndOfStream", "WebSocketException",
+})  # fmt: skip
+"""Exceptions that blame no policy: of Python, and of clients that say so by their own names."""
+OF_A_NAME = frozenset({
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
+    errno.EINVAL, errno.EILSEQ, errno.E2BIG,
+})  # fmt: skip
+"""What a system says of a file's name or of a command, which a policy may have written; other numbers are the machine's."""
+LONGEST_CHAIN = 16
+
+
+def raised(error: BaseException) -> list[Raised]:
+    """The exception and those that led to it, the last one first."""
+    chain: list[Raised] = []
+    found: BaseException | None = error
+    while found is not None and len(chain) < LONGEST_CHAIN:
+        kinds = [kind.__name__ for kind in type(found).__mro__]
+        chain.append(Raised(kinds, found.errno if isinstance(found, OSError) else None))
+        if isinstance(found, BaseExceptionGroup):  # agents/host.py does the same in another Python
+            found = found.exceptions[0]
+        else:
+            found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return chain
+
+
+def blame_of(chain: Sequence[Raised]) -> Blame:
+    """Who broke it, when foreign code raised this while it carried out what the policy wrote: the data or the infrastructure where
+    an exception of the chain says so, else the policy."""
+    for one in chain:
+        if "DataFailure" in one.kinds:
+            return Blame.DATA
+        of_the_system = "OSError" in one.kinds and one.errno is not None and one.errno not in OF_A_NAME
+        if of_the_system or not MACHINES.isdisjoint(one.kinds):
+            return Blame.INFRASTRUCTURE
+    return Blame.POLICY
+
+
+def blame(error: BaseException) -> Blame:
+    """``blame_of`` an exception."""
+    return blame_of(raised(error))
+
+
+@contextmanager
+def carrying_out(what: str) -> Iterator[None]:
+    """Around foreign code that carries out what the policy wrote. Raises PolicyFailure for what is the policy's to blame, and
+    everything else as it is."""
+    try:
+        yield
+    except PolicyFailure:
+        raise
+    except Exception as error:
+        if blame(error) is not Blame.POLICY:
+            raise
+        raise PolicyFailure(f"{what} raised {type(error).__name__}: {error}") from error

@@ -126,7 +126,8 @@ class Environment(Protocol):
     ``rayloop.core.threads.call_within``. When it passes, ``step`` answers with an ``error``, or raises ToolDeadline: the episode
     ends as ``tool_deadline`` with the number of ``reward.on_error``. A method that misses its own timeout is the environment's
     failure: never a reward, played again elsewhere; after ``environment.attempts`` such episodes of a group the task is
-    quarantined. Any other exception is the environment's failure too, and DataFailure the task's.
+    quarantined. PolicyFailure is the policy's (``rayloop.core.failures.carrying_out`` makes it of what foreign code raises on a
+    move), DataFailure the task's, and any other exception the environment's too.
     """
 
     def reset(self, task: Task) -> Observation | Awaitable[Observation]:
@@ -145,6 +146,7 @@ class Environment(Protocol):
 class LeadingEnvironment(Protocol):
     """An environment that leads its episode: a program of its own asks the policy as an OpenAI client. Its class says
     ``leads = True``; it is called on the actor's event loop. ``model`` is the name under which its program asks for the policy.
+    Where it has an ``on_error`` that is a number, an AgentFailed after an answer ends the episode with that result.
     ``rayloop.envs.harness:Harness`` is the shipped one."""
 
     model: str
@@ -185,7 +187,8 @@ class Tool(Protocol):
         """The JSON schema of its arguments."""
 
     def __call__(self, **arguments: Any) -> ToolResult:
-        """Run it. The policy sees the text of a ToolError; any other exception is the environment's failure."""
+        """Run it. The policy sees the text of a ToolError, and exceptions that ``rayloop.core.failures.blame`` gives to it; any
+        other is the environment's failure."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,12 @@ class EndReason(StrEnum):
     MAX_IMAGES = "max_images"
     ACTION_ERROR = "action_error"
     TOOL_DEADLINE = "tool_deadline"
+    POLICY_FAILURE = "policy_failure"
     ENVIRONMENT_FAILURE = "environment_failure"
+
+
+UNGRADED = (EndReason.TOOL_DEADLINE, EndReason.POLICY_FAILURE)
+"""Ends of episodes that the policy broke: they have the failing value, and neither the environment nor a grader is asked."""
 
 
 class FinishReason(StrEnum):
@@ -49,10 +54,12 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """Where an image comes from: a file under the data root, or encoded bytes (PNG, JPEG, WebP)."""
+    """Where an image comes from: a file under the data root, or encoded bytes (PNG, JPEG, WebP). ``size``: width and height of
+    bytes that have been decoded already, and are not decoded again for a prompt."""
 
     path: str | None = None
     data: bytes | None = None
+    size: tuple[int, int] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

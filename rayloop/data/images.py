@@ -6,7 +6,9 @@ import hashlib
 import io
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,6 +106,9 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
     format), ImageRefused (too many pixels, aspect ratio above 200), InfrastructureFailure (the file system failed)."""
     name = source.path or "image bytes"
     data = read(source)
+    if source.data is not None and source.size is not None:
+        _fits(name, *source.size, limit_pixels)
+        return data, *source.size
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -112,10 +117,7 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
     except _BROKEN as error:
         reason = _OTHERS.get(data[:2]) or ("" if isinstance(error, UnidentifiedImageError) else str(error))
         raise DataFailure(name, f"not a readable {'/'.join(FORMATS)} image" + (f": {reason}" if reason else "")) from error
-    if width * height > limit_pixels:
-        raise ImageRefused(name, f"{width}x{height} pixels, the limit is {limit_pixels} pixels")
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise ImageRefused(name, f"{width}x{height} pixels: the aspect ratio exceeds {MAX_ASPECT}")
+    _fits(name, width, height, limit_pixels)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             image.verify()
@@ -123,6 +125,68 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
     except _BROKEN as error:
         raise DataFailure(name, f"truncated or corrupt image: {error}") from error
     return data, width, height
+
+
+def _fits(name: str, width: int, height: int, limit_pixels: int) -> None:
+    """Raises ImageRefused."""
+    if width * height > limit_pixels:
+        raise ImageRefused(name, f"{width}x{height} pixels, the limit is {limit_pixels} pixels")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ImageRefused(name, f"{width}x{height} pixels: the aspect ratio exceeds {MAX_ASPECT}")
+
+
+ANSWERED = 64_000_000
+"""Of all pictures of one answer to the policy: pixels of 8-bit RGB (``decoding``), some seconds of a busy core."""
+NOT_SHOWN = "(image: cannot be shown)"
+"""Stands where a picture would be that is broken, too large, or one too many."""
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+"""Of PNG's colour types."""
+
+
+def looked_at(sources: Sequence[ImageSource], most: int = MAX_PIXELS, until: float = math.inf) -> list[ImageSource | None]:
+    """Pictures that what the policy did has made, each decoded once, here: None for one that is broken, that has more than ``most``
+    pixels, with which all would be more than ``ANSWERED``, or whose turn comes after ``until`` on the monotonic clock. Files, which
+    the policy cannot make, are left as they are."""
+    left, found = ANSWERED, list[ImageSource | None]()
+    for source in sources:
+        if not isinstance(source, ImageSource) or source.data is None:
+            found.append(source if isinstance(source, ImageSource) else None)
+            continue
+        costs = decoding(source.data)
+        shown = None
+        if costs is not None and costs <= left and time.monotonic() < until:
+            left -= costs
+            with suppress(Exception):  # whatever a forged one makes of its decoder
+                _, width, height = probe(source, most)
+                shown = replace(source, size=(width, height))
+        found.append(shown)
+    return found
+
+
+def pictures(sources: Sequence[ImageSource]) -> list[str | ImageSource]:
+    """``looked_at``, with ``NOT_SHOWN`` in the place of a picture that cannot be shown."""
+    return [NOT_SHOWN if shown is None else shown for shown in looked_at(sources)]
+
+
+def decoding(data: bytes) -> int | None:
+    """What decoding takes, in pixels of 8-bit RGB, by the header alone: deeper and interlaced PNGs, and JPEGs of many scans, count
+    more. None for what is no image."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            pixels = image.width * image.height
+    except Exception:  # whatever a forged one makes of its decoder
+        return None
+    if encoding(data) == "png":
+        depth, colour, interlaced = data[24], data[25], data[28]
+        bits = _CHANNELS.get(colour, 4) * depth
+        return max(pixels, pixels * bits // 24) * (2 if interlaced else 1)
+    if encoding(data) == "jpeg":
+        return pixels * max(1, data.count(b"\xff\xda") // USUAL_SCANS)
+    return pixels
+
+
+USUAL_SCANS = 10
+"""Of a progressive JPEG."""
 
 
 def read(source: ImageSource) -> bytes:

@@ -1,6 +1,6 @@
 """The episode loop, for one turn or many: environment calls with deadlines, token bookkeeping, end reasons. Reasons to end are
-checked in this order: over_length (the token limit cut the turn), tool_deadline, action_error, done, max_turns, over_length (no
-room for another turn), max_images. Sampled tokens are never altered."""
+checked in this order: over_length (the token limit cut the turn), tool_deadline or policy_failure, action_error, done, max_turns,
+over_length (no room for another turn), max_images. Sampled tokens are never altered."""
 
 import dataclasses
 import logging
@@ -25,11 +25,13 @@ from rayloop.core.failures import (
     ImageRefused,
     InfrastructureFailure,
     OverLongPrompt,
+    PolicyFailure,
     ToolDeadline,
 )
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.threads import asked, in_thread, settle, start, within
 from rayloop.core.types import (
+    UNGRADED,
     Completion,
     EndReason,
     FinishReason,
@@ -45,6 +47,7 @@ from rayloop.core.types import (
     Turn,
     derive,
 )
+from rayloop.data.images import NOT_SHOWN
 from rayloop.envs.instance import Instance, Leading
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.rewards.functions import number
@@ -112,11 +115,27 @@ def begun_anew(
 
 
 def _forgotten(renderer: Renderer, exchange: Exchange) -> Rendered:
-    messages = [
-        dataclasses.replace(message, parts=tuple(p if isinstance(p, str) else FORGOTTEN for p in message.parts))
-        for message in exchange.messages
-    ]
+    messages = [_in_words(message, FORGOTTEN) for message in exchange.messages]
     return renderer.observation(messages, exchange.sampled) if exchange.rendered.images else exchange.rendered
+
+
+def _in_words(message: Message, words: str) -> Message:
+    """The message with ``words`` in the place of each image."""
+    return dataclasses.replace(message, parts=tuple(part if isinstance(part, str) else words for part in message.parts))
+
+
+WIDEST = 256
+"""Characters of a token, at most: a text of more than so many for each token that an episode may have is not tokenized."""
+
+
+def _characters(messages: Sequence[Message]) -> int:
+    return sum(len(part) for message in messages for part in message.parts if isinstance(part, str))
+
+
+def _ended(error: PolicyFailure, request: RolloutRequest) -> EndReason:
+    """How an episode ends that the policy broke."""
+    logger.info("%s: %s", request.id, error)
+    return EndReason.TOOL_DEADLINE if isinstance(error, ToolDeadline) else EndReason.POLICY_FAILURE
 
 
 async def play(
@@ -163,7 +182,12 @@ class _Episode:
         reason = None
         while reason is None:
             reason = await self._turn(len([turn for turn in self.turns if turn.sampled]))
-        result = None if reason is EndReason.TOOL_DEADLINE else await self._evaluate()
+        result = None
+        if reason not in UNGRADED:
+            try:
+                result = await self._evaluate()
+            except PolicyFailure as error:
+                reason = _ended(error, self.request)
         asked, turns = self.request, tuple(self.turns)
         return Trajectory(
             asked.id, asked.attempt, asked.task.id, asked.seed, turns, self.sampling, reason, result, self.image_bytes
@@ -199,9 +223,8 @@ class _Episode:
             return EndReason.OVER_LENGTH
         try:
             step: StepResult = await self._call("step", self._text(completion), timeout=self.settings.step_timeout)
-        except ToolDeadline as error:
-            logger.info("%s: %s", self.request.id, error)
-            return EndReason.TOOL_DEADLINE
+        except PolicyFailure as error:
+            return _ended(error, self.request)
         times = (*completion.times, time.time()) if completion.times else ()
         if not isinstance(step, StepResult):
             raise self._wrong("step", "return StepResult", step)
@@ -242,19 +265,28 @@ class _Episode:
         return completion
 
     async def _observe(self, messages: Sequence[Message], completion: Completion) -> EndReason | None:
-        """Append an observation if it fits; an image that the action made unusable is an action error."""
+        """Append an observation if it fits. What the action made too large, or unusable, is never the engine's or the environment's
+        failure: it ends the episode."""
+        if sum(len(message.images) for message in messages) > self.settings.max_images:
+            return EndReason.MAX_IMAGES
+        if _characters(messages) > self.settings.max_tokens * WIDEST:
+            return EndReason.OVER_LENGTH
+        if self.renderer.image_token is None:
+            messages = [_in_words(message, NOT_SHOWN) for message in messages]
         try:
             rendered = await in_thread(
                 self.renderer.observation, messages, completion.token_ids, timeout=self.settings.step_timeout
             )
+            full = len(self.images) + len(rendered.images) > self.settings.max_images
+            anew = await self._anew(completion, rendered) if full and self.settings.when_full == "forget" else None
         except ImageRefused as error:
             logger.info("%s: the environment's image is refused: %s", self.request.id, error)
             return EndReason.ACTION_ERROR
         except DataFailure as error:
             task = self.request.task.id
             raise EnvironmentFailed(f"the environment of task {task} returned a broken image: {error}") from error
-        full = len(self.images) + len(rendered.images) > self.settings.max_images
-        anew = await self._anew(completion, rendered) if full and self.settings.when_full == "forget" else None
+        except DeadlineExceeded as error:
+            return _ended(ToolDeadline(f"what the action gave could not be shown: {error}"), self.request)
         if len(rendered.token_ids) >= self._room(anew):
             return EndReason.OVER_LENGTH
         if full and anew is None:
@@ -310,7 +342,7 @@ class _Episode:
         except EnvironmentFailed as error:
             raise EnvironmentFailed(f"{what}: {error}", error.bug) from error
         except Exception as error:
-            if isinstance(error, ToolDeadline) and method == "step":
+            if isinstance(error, PolicyFailure) and method in ("step", "evaluate"):
                 raise
             bug = not isinstance(error, OSError | MemoryError | InfrastructureFailure)
             raise EnvironmentFailed(f"{what} raised {type(error).__name__}: {error}", bug) from error

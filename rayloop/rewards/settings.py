@@ -68,7 +68,7 @@ class RewardSettings(SettingsModel):
     on_error: Literal["exclude"] | Annotated[float, Field(allow_inf_nan=False)] = "exclude"
     """A grader that raises, or hangs, twice on the same trajectory. exclude: leave it out as ``grader_error`` or ``timeout``; a
     number: that reward, flagged ``grader_error`` or ``grader_timeout``, for graders that only the policy's text can break: a
-    mistake in the grader is then trained as the policy's. An episode that ended as ``tool_deadline`` has this number too, or 0."""
+    mistake in the grader is then trained as the policy's. Ends as ``tool_deadline`` or ``policy_failure`` have it too, or 0."""
 
     @property
     def fails(self) -> bool:

@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -14,7 +15,7 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, DataFailure, EnvironmentFailed, ToolDeadline
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.images import frame, probe
+from rayloop.data.images import frame, looked_at, probe
 from rayloop.envs.interpreter import text
 from rayloop.sandbox import levels
 from rayloop.sandbox.cells import MOST_PIXELS
@@ -240,7 +241,7 @@ class PythonInterpreter:
         parts: list[str | ImageSource] = [opened]
         for picture in pictures:
             before, after = text.clue(self._shown)
-            parts += [before, ImageSource(data=picture), f"{after}\n" if wording == "rayloop" else after]
+            parts += [before, picture, f"{after}\n" if wording == "rayloop" else after]
             self._shown += 1
         observation = Observation((Message(self._settings.role, (*parts, closed)),))
         stops = given.error is not None and self._settings.on_error == "stop"
@@ -251,16 +252,13 @@ class PythonInterpreter:
         return StepResult(observation, done=self._settings.on_error == "stop", error=why)
 
 
-def _intact(images: Sequence[bytes], until: float) -> tuple[list[bytes], int]:
+def _intact(images: Sequence[bytes], until: float) -> tuple[list[ImageSource], int]:
     """The intact images, and the number of others: code can forge answers. Images not decoded ``until`` then are not shown."""
-    kept = []
+    plain: list[ImageSource] = []
     for image in images:
-        if time.monotonic() > until:
-            break
-        try:
-            kept.append(probe(ImageSource(data=bare(image)), MOST_PIXELS)[0])
-        except Exception:  # noqa: S112 (whatever a forged one makes of its decoder)
-            continue
+        with suppress(ValueError):
+            plain.append(ImageSource(data=bare(image)))
+    kept = [shown for shown in looked_at(plain, MOST_PIXELS, until) if shown is not None]
     return kept, len(images) - len(kept)
 
 

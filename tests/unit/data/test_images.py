@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,18 @@ from PIL import Image
 
 from rayloop.core.failures import DataFailure, ImageRefused
 from rayloop.core.types import ImageSource
-from rayloop.data.images import ImageGeometry, decode, image_ref, probe, smart_resize, tinted
+from rayloop.data.images import (
+    ANSWERED,
+    ImageGeometry,
+    PromptImages,
+    decode,
+    decoding,
+    image_ref,
+    looked_at,
+    probe,
+    smart_resize,
+    tinted,
+)
 from tests.support.pictures import picture, png_header
 
 LIMIT = 50_000_000
@@ -130,3 +143,45 @@ def test_a_tint_shows_position_and_keeps_the_page() -> None:
     assert pixels[0, 0] == (50, 50, 50)
     assert pixels[4, 0] == (178, 50, 50)
     assert pixels[0, 2] == (50, 50, 178)
+
+
+def test_what_decoding_takes_is_known_by_the_header() -> None:
+    deep = Image.new("I;16", (100, 100))
+    encoded = io.BytesIO()
+    deep.save(encoded, "PNG")
+    interlaced = bytearray(picture(100, 100))
+    interlaced[28] = 1
+    interlaced[29:33] = struct.pack(">I", zlib.crc32(interlaced[12:29]))
+    assert decoding(picture(100, 100)) == 10_000
+    assert decoding(encoded.getvalue()) == 10_000, "16 bits of grey are less than 24"
+    assert decoding(bytes(interlaced)) == 20_000
+    assert decoding(picture(100, 100, format="JPEG")) == decoding(picture(100, 100, format="WEBP")) == 10_000
+    assert decoding(picture(100, 100, format="JPEG") + b"\xff\xda" * 500) == 500_000, "as many scans as it says"
+    assert decoding(png_header(4000, 4000)) == 16_000_000
+    assert decoding(b"") is decoding(b"\x89PNG\r\n\x1a\n") is None
+
+
+def test_pictures_of_an_answer_share_a_budget_and_are_decoded_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    decoded: list[int] = []
+
+    def counted(data: bytes) -> Image.Image:
+        decoded.append(len(data))
+        return decode(data)
+
+    monkeypatch.setattr("rayloop.data.images.decode", counted)
+    small, broken, forged = picture(56, 28), picture(56, 56)[:-9], png_header(7000, 7000)
+    file = tmp_path / "gone.png"
+    given = [ImageSource(data=data) for data in (small, broken, forged, forged, small)] + [ImageSource(path=str(file))]
+    first, *none, last, path = looked_at(given)
+    assert none == [None, None, None]
+    assert first == last == ImageSource(data=small)
+    assert path == ImageSource(path=str(file)), "a file is not the policy's"
+    assert len(decoded) == 3, "the second of the large ones is not looked at: both are more than an answer may have"
+    images = PromptImages(ImageGeometry(14, 2, 784, 50_000))
+    assert first is not None
+    assert images.of(first, keep_file=False).ref.width == 56
+    assert len(decoded) == 3
+    with pytest.raises(ImageRefused):
+        PromptImages(ImageGeometry(14, 2, 784, 50_000), max_pixels=100).of(first, keep_file=False)
+    assert looked_at([ImageSource(data=small)], until=0.0) == [None], "its turn came too late"
+    assert ANSWERED < 2 * 7000 * 7000

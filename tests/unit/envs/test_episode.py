@@ -24,6 +24,7 @@ from rayloop.core.failures import (
     EnvironmentHung,
     InfrastructureFailure,
     OverLongPrompt,
+    PolicyFailure,
     ToolDeadline,
 )
 from rayloop.core.groups import Member, Scored, Unscored
@@ -580,3 +581,56 @@ def test_a_call_that_cannot_be_carried_out_is_answered(renderer: Renderer, call:
     assert complaint in renderer.decode(trajectory.turns[2].token_ids)
     ended, _ = run(renderer, tools(), [(text, STOP)], request(stop=("</tool_call>",)), on_error="end")
     assert ended.end_reason is EndReason.ACTION_ERROR
+
+
+# What the policy broke --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["step", "evaluate"])
+def test_what_the_policy_broke_ends_the_episode_without_a_result(renderer: Renderer, where: str) -> None:
+    trajectory, _ = run(renderer, Misbehaving(where, raises(PolicyFailure("an illegal move"))), [("a", END)] * 9)
+    assert (trajectory.end_reason, trajectory.env_result) == (EndReason.POLICY_FAILURE, None)
+
+
+class Shows(Misbehaving):
+    """Answers each turn with the same observation."""
+
+    def __init__(self, *parts: str | ImageSource) -> None:
+        super().__init__("nowhere", None)
+        self.parts = parts
+
+    def step(self, text: str) -> StepResult:
+        return StepResult(Observation((Message("user", self.parts),)))
+
+
+def test_an_observation_that_takes_too_long_is_the_policys(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def late(*_: Any) -> Any:
+        release.wait(10)
+
+    monkeypatch.setattr(renderer, "observation", late)
+    try:
+        trajectory, _ = run(renderer, Shows("x"), [("a", END)], step_timeout=0.3)
+    finally:
+        release.set()
+    assert (trajectory.end_reason, trajectory.env_result) == (EndReason.TOOL_DEADLINE, None)
+
+
+def test_too_many_and_too_large_observations_are_not_rendered(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any) -> Any:
+        raise AssertionError("it was rendered")
+
+    monkeypatch.setattr(renderer, "observation", refuses)
+    many, _ = run(renderer, Shows(*[ImageSource(data=picture(56, 56))] * 3), [("a", END)], max_images=2)
+    assert many.end_reason is EndReason.MAX_IMAGES
+    long, _ = run(renderer, Shows("x" * 1_000_000), [("a", END)])
+    assert long.end_reason is EndReason.OVER_LENGTH
+
+
+def test_pictures_for_a_model_of_texts_are_words(text_folder: Path) -> None:
+    asked = request(Task("t1", (Message("user", ("Click.",)),)))
+    of = Renderer(ModelSettings(path=str(text_folder)))
+    trajectory, _ = run(of, Shows("look", ImageSource(data=picture(56, 56))), [("a", END)] * 2, asked, max_turns=2)
+    assert trajectory.end_reason is EndReason.MAX_TURNS
+    assert "look(image: cannot be shown)" in of.decode(trajectory.turns[2].token_ids)
