@@ -60,3 +60,21 @@ def bodies(text: str) -> list[str]:
 def without_calls(text: str) -> str:
     """The rest of a text that has calls."""
     return _CALL.removed(text).strip()
+
+
+def called(body: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of what stands within a call; arguments that are JSON in a text, as some templates write them, are read.
+    Raises ValueError, in words for the policy, also for halves of characters, which nothing else takes."""
+    try:
+        call = json.loads(body)
+        json.dumps(call, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the tool call is not valid JSON: {error}") from error
+    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+        raise ValueError('a tool call must look like {"name": ..., "arguments": {...}}')
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        _, arguments = called(f'{{"name": "", "arguments": {arguments}}}')
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a tool call must be an object")
+    return call["name"], arguments

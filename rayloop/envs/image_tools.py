@@ -66,7 +66,7 @@ class ImageTool:
     parameters: Mapping[str, Any]
     function: Callable[..., ToolResult]
 
-    def __call__(self, **arguments: Any) -> ToolResult:
+    def __call__(self, /, **arguments: Any) -> ToolResult:
         """Raises ToolError for what the policy cannot have."""
         return self.function(**arguments)
 

@@ -1,19 +1,25 @@
 """Tools in a conversation: the policy calls one (``rayloop/chat/calls.py``) and sees its text and images."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rayloop.chat.calls import CALL, CALLED, bodies
+from rayloop.chat.calls import CALL, CALLED, bodies, called
 from rayloop.config.settings import Component, Role, SettingsModel
-from rayloop.core.failures import DeadlineExceeded, EnvironmentFailed, ToolDeadline
+from rayloop.core.failures import Blame, DeadlineExceeded, EnvironmentFailed, PolicyFailure, ToolDeadline, blame
 from rayloop.core.protocols import Environment, Observation, StepResult, Tool, ToolResult
 from rayloop.core.threads import call_within
 from rayloop.core.types import ImageSource, Message, Task
+from rayloop.data.images import pictures
 
+logger = logging.getLogger(__name__)
+
+SHOWN = 200
+"""Characters of what the policy wrote that an error repeats."""
 _INSTRUCTIONS = (Path(__file__).parent / "prompts" / "tools.txt").read_text(encoding="utf-8").rstrip()
 
 
@@ -54,15 +60,9 @@ def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
     if not found:
         return None
     try:
-        call = json.loads(found[-1])
-    except (ValueError, RecursionError) as error:
-        raise ToolError(f"the tool call is not valid JSON: {error}") from error
-    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-        raise ToolError('a tool call must look like {"name": ..., "arguments": {...}}')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        raise ToolError("the arguments of a tool call must be an object")
-    return call["name"], arguments
+        return called(found[-1])
+    except ValueError as error:
+        raise ToolError(str(error)) from error
 
 
 class ToolCalls:
@@ -90,7 +90,7 @@ class ToolCalls:
     @property
     def tools(self) -> Sequence[Tool]:
         """What the chat template describes to the policy."""
-        return list(self._tools.values()) if self._settings.describe == "template" else ()
+        return [checked.tool for checked in self._tools.values()] if self._settings.describe == "template" else ()
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
         """Called by ``reset``, under the environment's own deadline. Raises DataFailure, InfrastructureFailure."""
@@ -111,14 +111,32 @@ class ToolCalls:
                 return StepResult(done=True)
             name, arguments = call
             if name not in self._tools:
-                raise ToolError(f"there is no tool {name!r}; the tools are: {', '.join(self._tools)}")
-            tool, patience = self._tools[name], self._settings.tool_timeout
-            result = tool(**arguments) if hasattr(tool.tool, "own_deadline") else call_within(patience, tool, **arguments)
-        except DeadlineExceeded as error:
-            raise ToolDeadline(f"the tool {name} gave {error}") from error
+                raise ToolError(f"there is no tool {name[:SHOWN]!r}; the tools are: {', '.join(self._tools)}")
+            result = self._result(self._tools[name], arguments)
         except ToolError as error:
             return StepResult(self._shown(f"Error: {error}"), error=str(error))
-        return StepResult(self._shown(result.text, *result.images))
+        return StepResult(self._shown(str(result.text), *pictures(result.images)))
+
+    def _result(self, tool: "_Checked", arguments: Mapping[str, Any]) -> ToolResult:
+        """What the tool answers. Raises ToolError, also for other errors that the call is to blame for, ToolDeadline, and what
+        blames the data or the infrastructure."""
+        try:
+            if hasattr(tool.tool, "own_deadline"):
+                result = tool(arguments)
+            else:
+                result = call_within(self._settings.tool_timeout, tool, arguments)
+        except DeadlineExceeded as error:
+            raise ToolDeadline(f"the tool {tool.name} gave {error}") from error
+        except (ToolError, PolicyFailure):
+            raise
+        except Exception as error:
+            if blame(error) is not Blame.POLICY:
+                raise
+            logger.warning("the tool %s raised on arguments that its schema allows", tool.name, exc_info=error)
+            raise ToolError(f"{tool.name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(result, ToolResult):
+            raise ToolError(f"{tool.name} returned {type(result).__name__}, which is no ToolResult")
+        return result
 
     def evaluate(self) -> float | None:
         """No result of its own."""
@@ -148,6 +166,7 @@ _TYPES: Mapping[str, Callable[[Any], bool]] = {
     "boolean": lambda value: isinstance(value, bool),
     "array": lambda value: isinstance(value, list),
     "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
 }
 
 
@@ -158,14 +177,24 @@ class _Checked:
         self.name, self.description, self.parameters = tool.name, tool.description, tool.parameters
         self.tool = tool
 
-    def __call__(self, **arguments: Any) -> ToolResult:
+    def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
+        """Raises ToolError. ``arguments`` is one mapping: the policy's names are never those of a parameter here."""
         known = self.parameters.get("properties", {})
-        if missing := [name for name in self.parameters.get("required", ()) if name not in arguments]:
+        missing = [name for name in self.parameters.get("required", ()) if name not in arguments]
+        if missing:
             raise ToolError(f"{self.name} needs the argument {missing[0]!r}")
         for name, value in arguments.items():
             if name not in known:
-                raise ToolError(f"{self.name} knows no argument {name!r}; it has: {', '.join(known) or 'none'}")
-            wanted = known[name].get("type")
-            if wanted in _TYPES and not _TYPES[wanted](value):
-                raise ToolError(f"the argument {name!r} of {self.name} must be of type {wanted}, not {value!r}")
+                raise ToolError(f"{self.name} knows no argument {name[:SHOWN]!r}; it has: {', '.join(known) or 'none'}")
+            wanted = _types(known[name])
+            if wanted and not any(_TYPES[one](value) for one in wanted):
+                given = type(value).__name__ if isinstance(value, list | dict) else repr(value)[:SHOWN]  # nested ones have no repr
+                raise ToolError(f"the argument {name!r} of {self.name} must be of type {' or '.join(wanted)}, not {given}")
         return self.tool(**arguments)
+
+
+def _types(schema: Any) -> list[str]:
+    """The JSON types that the schema of an argument names; empty where it names none, or one that is unknown."""
+    named = schema.get("type") if isinstance(schema, Mapping) else None
+    found = [named] if isinstance(named, str) else list(named) if isinstance(named, list | tuple) else []
+    return found if all(one in _TYPES for one in found) else []
