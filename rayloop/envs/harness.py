@@ -14,12 +14,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import AgentFailed, EnvironmentFailed, EnvironmentHung
+from rayloop.core.failures import AgentFailed, Blame, EnvironmentFailed, EnvironmentHung, Raised, blame_of
 from rayloop.core.protocols import Observation
 from rayloop.core.threads import in_thread
 from rayloop.core.types import ImageSource, Task
@@ -72,9 +72,13 @@ class Harness:
         processes. Off for an agent that must see others."""
         network: bool = False
         """Whether an agent that is alone has this machine's network. Without, it reaches the policy and what it starts itself."""
+        on_error: Literal["exclude"] | Annotated[float, Field(allow_inf_nan=False)] = 0.0
+        """The result of an episode whose agent, after an answer of the policy, ended with an error, or passed its memory or its
+        processes: most often the answer has a call that the agent cannot carry out. Errors of network, machine and packages that
+        are missing, and refused requests, are left out whatever this says. exclude: all are, so the worst answers leave groups."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.model = settings, settings.model
+        self.settings, self.model, self.on_error = settings, settings.model, settings.on_error
 
     async def reset(self, task: Task) -> Observation:
         """Check that the agent can be loaded. Raises EnvironmentFailed. The messages are the row's, which the agent gets too."""
@@ -104,11 +108,13 @@ class Harness:
         if s.alone and not found["alone"]:
             _warn()
         said = _said(found["output"], s.python or sys.executable)
+        if "(deadline)" in found["end"]:
+            raise EnvironmentHung(f"the agent was ended: {found['end']}{said}", True)
         if found["end"]:
-            kind = EnvironmentHung if "deadline" in found["end"] else EnvironmentFailed
-            raise kind(f"the agent was ended: {found['end']}{said}", True)
+            raise AgentFailed(f"the agent was ended: {found['end']}{said}", bug=True)
         if found["code"]:
-            raise AgentFailed(f"the agent ended with exit code {found['code']}{said}", bug=True)
+            why = f"the agent ended with exit code {found['code']}{said}"
+            raise AgentFailed(why, bug=True, policys=not found["broken"] and _blame(found) is Blame.POLICY)
         result: float | None = found["result"]
         return result
 
@@ -198,6 +204,14 @@ def _said(output: str, python: str) -> str:
     if any(sign in output for sign in UNREACHED):
         last += " (with.network: true gives an agent this machine's network)"
     return "\n".join([f": {last}", *earlier]) if last else ""
+
+
+def _blame(found: Mapping[str, Any]) -> Blame:
+    """Who is to blame for an agent's error: by the exceptions of its function, or by the name that a program's last line begins
+    with, as that of a traceback does. A MemoryError is of ``memory_mb``: where the machine's memory is short, the kernel kills."""
+    named = re.match(r"(?:\w+\.)*(\w+)", found["output"].strip().rpartition("\n")[2])
+    chain = found["raised"] or ([([named[1]], None)] if named else [])
+    return blame_of([Raised([kind for kind in kinds if kind != "MemoryError"], number) for kinds, number in chain])
 
 
 def _row(task: Task) -> dict[str, Any]:

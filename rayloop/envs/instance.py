@@ -100,6 +100,12 @@ class Leading(_Here):
         """The model's name that the agent sends."""
         return str(self._made().model)  # type: ignore[attr-defined]
 
+    @property
+    def on_error(self) -> float | None:
+        """The result of an episode whose program the policy broke; None: such an episode is left out."""
+        found = getattr(self._made(), "on_error", "exclude")
+        return None if found == "exclude" else float(found)
+
     async def lead(self, task: Task, address: Mapping[str, str]) -> float | None:
         """As ``LeadingEnvironment.lead``."""
         result: float | None = await self._made().lead(task, address)  # type: ignore[attr-defined]

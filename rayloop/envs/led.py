@@ -21,32 +21,56 @@ Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
+TOO_LARGE = "413"
+"""The status of a request with more bytes than the endpoint reads: what a tool gave is in it."""
+
 
 async def play_led(
     request: RolloutRequest, environment: Leading, renderer: Renderer, settings: EpisodeSettings, generate: Generate
 ) -> Trajectory:
     """Play one episode. An agent that ends with an error after it was refused at a limit of the episode ends it with that reason;
-    any other error is the environment's. Raises EnvironmentFailed, EnvironmentHung, OverLongPrompt, the engine's errors."""
+    one that an answer of the policy broke ends it as ``action_error`` with the environment's ``on_error`` as its result; any other
+    error is the environment's. Raises EnvironmentFailed, EnvironmentHung, OverLongPrompt, the engine's errors."""
     await _blamed("__init__", environment.make(settings.step_timeout))
     session = Session(request, renderer, settings, generate, environment.model)
-    reason = EndReason.DONE
+    reason, result = EndReason.DONE, None
     what = f"{environment.name} of task {request.task.id}"
     try:
         async with environment.endpoint.serving(session) as address:
-            result = await _led(environment, request, session, address)
+            result = _number(await _led(environment, request, session, address))
     except EnvironmentHung as error:
         raise EnvironmentHung(f"{what}: {error}", contained=True) from error
     except EnvironmentFailed as error:
-        if session.limit is None or not isinstance(error, AgentFailed):
+        ended = _ended(error, session, environment.on_error)
+        if ended is None:
             said = f"; the last request was refused: {session.refused}" if session.refused else ""
             raise EnvironmentFailed(f"{what}: {error}{said}", error.bug) from error
-        logger.info("%s: %s, after a limit: %s", request.id, error, session.refused)
-        result, reason = None, session.limit
+        reason, result = ended
+        logger.warning("%s of %s ended the episode as %s: %s", what, request.id, reason, error)
     finally:
         session.close()
-    if result is not None and not (isinstance(result, Real | np.bool_) and number(result) is not None):
-        raise EnvironmentFailed(f"{what} returned {short(result, 200)}, which is no finite number", bug=True)
-    return session.trajectory(reason, session.reward if session.reward is not None or result is None else float(result))
+    return session.trajectory(reason, session.reward if session.reward is not None else result)
+
+
+def _number(result: Any) -> float | None:
+    """What an agent returned. Raises AgentFailed for what is no finite number."""
+    if result is None:
+        return None
+    if not (isinstance(result, Real | np.bool_) and number(result) is not None):
+        raise AgentFailed(f"returned {short(result, 200)}, which is no finite number", bug=True)
+    return float(result)
+
+
+def _ended(error: EnvironmentFailed, session: Session, on_error: float | None) -> tuple[EndReason, float | None] | None:
+    """How an episode ends whose agent ended with an error, and its result; None for an error that is not the policy's."""
+    if not isinstance(error, AgentFailed):
+        return None
+    if session.limit is not None:
+        return session.limit, None
+    if session.answered and session.refused.startswith(TOO_LARGE):
+        return EndReason.OVER_LENGTH, None
+    policys = error.policys and session.answered and not session.refused
+    return (EndReason.ACTION_ERROR, on_error) if policys and on_error is not None else None
 
 
 async def _led(environment: Leading, request: RolloutRequest, session: Session, address: dict[str, str]) -> Any:

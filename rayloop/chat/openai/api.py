@@ -5,14 +5,14 @@ import binascii
 import functools
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from jsonschema import Draft202012Validator, SchemaError
 from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rayloop.chat.calls import bodies, without_calls, written
+from rayloop.chat.calls import bodies, called, without_calls, written
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message
 from rayloop.web import ImagePart, TextPart
@@ -27,6 +27,10 @@ DISTRIBUTION: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1, None), "logit_bias": ({}, None),
 }  # fmt: skip
 """Keys that would change the distribution that is sampled, and so the log-probs, and the values with which they do not."""
+
+
+MOST_CALLS = 64
+"""Of one answer."""
 
 
 class CalledFunction(BaseModel):
@@ -50,7 +54,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=64)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_CALLS)
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -122,7 +126,7 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str = Field(max_length=256)
-    messages: list[ChatMessage] = Field(min_length=1, max_length=1024)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=16_384)
     distribution: dict[str, Any] = Field({}, exclude=True, max_length=len(DISTRIBUTION))
     temperature: float | None = Field(None, ge=0, le=2)
     max_tokens: int | None = Field(None, ge=1)
@@ -184,27 +188,32 @@ def message_of(message: ChatMessage, calls: bool = True) -> Message:
     return Message("system" if message.role == "developer" else message.role, tuple(parts))
 
 
-def answer_of(text: str, tools: bool) -> ChatMessage:
-    """The assistant's message. With ``tools`` its calls are taken out of the text, unless one of them is malformed."""
-    calls = _calls(text) if tools else []
+def answer_of(text: str, offered: Collection[str]) -> ChatMessage:
+    """The assistant's message, to a client that ``offered`` tools of these names. Calls are taken out of the text, unless a client
+    could not take one of them: no JSON, arguments that are no object, a name that was not offered, too many or too long ones. Many
+    clients end with an error on such a call, and so the whole answer stays a text."""
+    try:
+        calls = _calls(text, offered) if offered else []
+    except ValueError:
+        calls = []
     if not calls:
         return ChatMessage(role="assistant", content=text)
     return ChatMessage(role="assistant", content=without_calls(text) or None, tool_calls=calls)
 
 
-def _calls(text: str) -> list[ToolCall]:
-    found: list[ToolCall] = []
-    for body in bodies(text):
-        call: Any = None
-        try:
-            call = json.loads(body)
-        except (ValueError, RecursionError):
-            return []
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-            return []
-        function = CalledFunction(name=call["name"][:256], arguments=json.dumps(call.get("arguments", {}), ensure_ascii=False))
-        found.append(ToolCall(id=f"call_{secrets.token_hex(8)}", function=function))
-    return found
+def _calls(text: str, offered: Collection[str]) -> list[ToolCall]:
+    """Raises ValueError when one of them is none."""
+    found = bodies(text)
+    if len(found) > MOST_CALLS:
+        raise ValueError(f"{len(found)} calls in one answer, {MOST_CALLS} are allowed")
+    calls: list[ToolCall] = []
+    for body in found:
+        name, arguments = called(body)
+        if name not in offered:
+            raise ValueError(f"there is no tool {name!r}")
+        function = CalledFunction(name=name, arguments=json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        calls.append(ToolCall(id=f"call_{secrets.token_hex(8)}", function=function))
+    return calls
 
 
 def _written(function: CalledFunction) -> str:

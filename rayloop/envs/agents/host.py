@@ -27,8 +27,10 @@ from typing import Any
 
 LOOK = 0.2
 """Seconds between two looks at the agent's processes."""
-TAIL, RESULT = 8192, 4096
-"""Bytes of its output that are kept, and more than a number has that it returns."""
+TAIL, RESULT = 8192, 1 << 14
+"""Bytes of its output that are kept, and more than a number or the names of exceptions have."""
+CHAIN, BASES, NAME = 8, 12, 80
+"""Exceptions that led to one another, classes of each, and characters of a class's name that are told."""
 ALONE = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000
 """Namespaces of users, process ids, mounts and IPC."""
 NO_NETWORK = 0x40000000
@@ -70,7 +72,7 @@ def main(*modules: str) -> None:
 
 
 def _host(alone: bool) -> None:
-    """Run one agent, and send ``{"end": ..., "code": ..., "result": ..., "output": ..., "alone": ...}``."""
+    """Run one agent, and send ``{"end", "code", "result", "raised", "broken", "output", "alone"}``."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     with open(0, "rb", buffering=0, closefd=False) as connection:
@@ -78,7 +80,7 @@ def _host(alone: bool) -> None:
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # what the agent leaves behind becomes a child of this process
     alone = asked["alone"] = alone and asked["alone"]
     (output, written), (returned, returns), (status, tells) = os.pipe(), os.pipe(), os.pipe()
-    most = int(asked["limits"]["memory_mb"]) << 20
+    most, before = int(asked["limits"]["memory_mb"]) << 20, _ended_for_memory("/proc/vmstat")
     with memory.bounded(most + most // 4) as asked["group"]:  # for what the sum, which says why, does not see
         ours, theirs = socket.socketpair()
         inside = alone and not asked["network"]
@@ -91,12 +93,13 @@ def _host(alone: bool) -> None:
             threading.Thread(target=_relay, args=(ours, _port(asked)), daemon=True).start()
         found = _watch(first, output, asked["limits"], alone)
         _kill()
+        own = _ended_for_memory(f"{os.path.dirname(asked['group'])}/memory.events") if asked["group"] else 0
     code = os.read(status, RESULT)
     found["code"] = os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
-    try:
-        found["result"] = json.loads(os.read(returned, RESULT) or b"null")
-    except ValueError:  # it was killed while it wrote
-        found["result"] = None
+    short = _ended_for_memory("/proc/vmstat") - before > own  # of the machine, not of ``memory_mb``
+    found |= {"result": None, "raised": [], "broken": short or not code}  # without a code what keeps the agent was killed
+    with suppress(ValueError):  # it was killed while it wrote
+        found |= json.loads(os.read(returned, RESULT) or b"{}")
     with suppress(OSError):
         os.write(1, json.dumps({**found, "alone": alone}).encode() + b"\n")
 
@@ -320,19 +323,44 @@ def _become(asked: Mapping[str, Any], written: int, returns: int) -> None:
         result = _called(asked)
         if asked.get("call", True):
             number = isinstance(result, int | float) or type(result).__module__ == "numpy"
-            os.write(returns, json.dumps(float(result) if number else None).encode())
+            os.write(returns, json.dumps({"result": float(result) if number else None}).encode())
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        with suppress(Exception):
+            os.write(returns, json.dumps({"raised": _raised(error)}).encode())
     finally:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _raised(error: BaseException) -> list[tuple[list[str], Any]]:
+    """The exception and those that led to it: names of its class and its bases, and its ``errno``."""
+    chain: list[tuple[list[str], Any]] = []
+    found: Any = error
+    while found is not None and len(chain) < CHAIN:
+        kinds = [kind.__name__[:NAME] for kind in type(found).__mro__[:BASES]]
+        number = found.errno if isinstance(found, OSError) else None
+        chain.append((kinds, number if isinstance(number, int) else None))
+        inner = getattr(found, "exceptions", None)  # of a group
+        if isinstance(inner, tuple) and inner and isinstance(inner[0], BaseException):
+            found = inner[0]
+        else:
+            found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
+    return chain
+
+
+def _ended_for_memory(path: str) -> int:
+    """Processes that the kernel has ended because memory was short: of the machine, or of a control group."""
+    with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return 0
 
 
 def _called(asked: Mapping[str, Any]) -> Any:

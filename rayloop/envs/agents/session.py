@@ -11,7 +11,7 @@ from rayloop.chat.openai.answers import Chats
 from rayloop.chat.openai.api import ChatRequest, images_of
 from rayloop.chat.openai.history import Conversation
 from rayloop.chat.rendering import Renderer
-from rayloop.core.failures import DataFailure, EnvironmentFailed, OverLongPrompt
+from rayloop.core.failures import DataFailure, DeadlineExceeded, EnvironmentFailed, ImageRefused, OverLongPrompt
 from rayloop.core.threads import in_thread
 from rayloop.core.types import Completion, EndReason, RolloutRequest, Sampling, TokenPrompt, Trajectory, Turn, derive
 from rayloop.envs.settings import EpisodeSettings
@@ -34,7 +34,7 @@ class Session:
         self.limit: EndReason | None = None
         """The limit of the episode at which a request was last refused."""
         self.refused = ""
-        """The last error that the agent got, for people."""
+        """The error that the agent got in place of its last answer; "" when it got one."""
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         """Gets what makes the episode worthless: an engine's failure, a prompt that is too long."""
         self._request, self._settings, self._generate = request, settings, generate
@@ -43,6 +43,11 @@ class Session:
         self._seen: Counter[str] = Counter()
         self._asked = 0
         self._running: set[asyncio.Task[dict[str, Any]]] = set()
+
+    @property
+    def answered(self) -> bool:
+        """Whether the policy has answered."""
+        return bool(self._answered)
 
     def model(self) -> dict[str, Any]:
         """The one entry of ``/v1/models``."""
@@ -99,8 +104,10 @@ class Session:
         try:
             conversation = await in_thread(self.chats.prompt, asked, timeout=s.step_timeout)
             sampling = self._sampling(asked, self._room(conversation))
-        except Exception:
+        except Exception as error:
             self._asked -= choices
+            if self._answered and isinstance(error, ImageRefused | DeadlineExceeded):  # of what an answer has led to
+                raise self._over(EndReason.ACTION_ERROR, str(error)) from error
             raise
         digest = hashlib.sha256(repr((conversation.token_ids, [i.ref.sha256 for i in conversation.images])).encode()).hexdigest()
         seed = derive(self._request.seed, "chat", digest, self._seen[digest])
@@ -114,6 +121,7 @@ class Session:
             raise
         answer, known = self.chats.answer(asked, conversation, completions, sampling, seed)
         self._answered += known
+        self.refused = ""
         return answer
 
     def _room(self, conversation: Conversation) -> int:

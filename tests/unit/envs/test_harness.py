@@ -403,6 +403,85 @@ def test_what_goes_wrong_in_an_agent_is_never_a_reward(agent: Played, body: str,
     assert raised.value.bug, "the same failure on two actors is not tried a third time"
 
 
+MALFORMED = '<tool_call>{"name": "add", "arguments": {"x": 1}}</tool_call>'
+BROKEN = """
+    import os, json
+    from openai import OpenAI
+    def play(row):
+        client = OpenAI(max_retries=0)
+        said = client.chat.completions.create(model="policy", messages=row["messages"]).choices[0].message.content
+        {}
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return json.loads(said)['number']", "return float('nan')", "return {'a': 1}[said]", "os._exit(3)",
+        "os.kill(os.getpid(), 9)", "open(said)", "raise SystemExit('no answer')", "kept = [b'x' * (8 << 20) for _ in range(1000)]",
+        "import time; [os.fork() or time.sleep(60) for _ in range(40)]; time.sleep(60)",
+    ],
+)  # fmt: skip
+def test_an_agent_that_an_answer_broke_is_scored(agent: Played, body: str) -> None:
+    limits = {"memory_mb": 256, "processes": 30}
+    made = agent(BROKEN.format(body), **limits)
+    assert (made.end_reason, made.env_result) == (EndReason.ACTION_ERROR, 0.0)
+    paid = agent(BROKEN.format(body), on_error=-1.0, **limits)
+    assert (paid.end_reason, paid.env_result) == (EndReason.ACTION_ERROR, -1.0)
+    with pytest.raises(EnvironmentFailed):
+        agent(BROKEN.format(body), on_error="exclude", **limits)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ConnectionError('the database is away')", "the database is away"),
+        ("import socket; socket.create_connection(('127.0.0.1', 9), 5)", "Connection refused"),
+        ("import no_such_module", "No module named"),
+        ("raise OSError(28, 'No space left on device')", "No space left"),
+        ("client.chat.completions.create(model='gpt-4o', messages=row['messages'])", "there is no model 'gpt-4o' here"),
+        ("import openai; openai.OpenAI(base_url='http://127.0.0.1:9/v1', max_retries=0).models.list()", "Connection error"),
+    ],
+)
+def test_what_an_answer_cannot_have_broken_is_never_a_reward(agent: Played, body: str, said: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=said):
+        agent(BROKEN.format(body))
+
+
+def test_a_command_that_an_answer_broke_is_scored(agent: Played, tmp_path: Path) -> None:
+    program = tmp_path / "command.py"
+    for raised, scored in (("KeyError", True), ("ConnectionError", False)):
+        source = textwrap.dedent(BROKEN.format(f"raise {raised}(said)"))
+        program.write_text(f"{source}\nplay({{'messages': [{{'role': 'user', 'content': 'a'}}]}})", encoding="utf-8")
+        if scored:
+            made = agent("", run=[sys.executable, str(program)])
+            assert (made.end_reason, made.env_result) == (EndReason.ACTION_ERROR, 0.0)
+        else:
+            with pytest.raises(EnvironmentFailed, match="ConnectionError"):
+                agent("", run=[sys.executable, str(program)])
+
+
+def test_a_refusal_that_was_followed_by_an_answer_is_forgotten(agent: Played) -> None:
+    made = agent("""
+    from openai import OpenAI, NotFoundError
+    def play(row):
+        client = OpenAI(max_retries=0)
+        try:
+            client.chat.completions.create(model="other", messages=row["messages"])
+        except NotFoundError:
+            client.chat.completions.create(model="policy", messages=row["messages"])
+        return {}["number"]
+    """)
+    assert (made.end_reason, made.env_result) == (EndReason.ACTION_ERROR, 0.0)
+
+
+def test_the_agent_of_the_page_answers_a_malformed_call(agent: Played) -> None:
+    page = (Path(__file__).parents[3] / "docs/policy_endpoint.md").read_text(encoding="utf-8")
+    source = re.findall(r"```python title=my_agent.py\n(.*?)```", page, re.DOTALL)[0]
+    made = agent(source, says=(MALFORMED.replace("1", '"one"'), "5"))
+    assert (made.end_reason, made.env_result) == (EndReason.DONE, 1.0)
+
+
 def test_a_history_that_was_not_given_here_is_rendered_and_trained_no_further(agent: Played) -> None:
     made = agent("""
     from openai import OpenAI

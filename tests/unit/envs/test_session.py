@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rayloop.chat.openai.api import ChatRequest
+from rayloop.chat.openai.api import ChatRequest, answer_of
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
 from rayloop.core.failures import DataFailure, EnvironmentFailed, OverLongPrompt, WorkerLost
@@ -29,11 +29,13 @@ from rayloop.core.types import (
     TrajectoryId,
     Version,
 )
+from rayloop.data.images import data_url
 from rayloop.envs.agents.endpoint import Endpoint
 from rayloop.envs.agents.session import Session
 from rayloop.envs.episode import summarize
 from rayloop.envs.settings import EpisodeSettings
 from rayloop.grpo.advantage_kinds import turn_returns
+from tests.support.pictures import picture
 
 RENDERER = Renderer(ModelSettings(path=str(Path(__file__).parents[3] / "recipes/arc_vision/loose")))
 
@@ -313,3 +315,52 @@ def test_turns_that_stand_as_they_were_asked_need_no_order() -> None:
         await agent.say([user("anew")])
 
     assert talk(script).trajectory().order == ()
+
+
+CALLED = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (CALLED % '{"a": 2}', '{"a": 2}'),
+        (CALLED % '"{\\"a\\": 2}"', '{"a": 2}'),
+        (CALLED % '{"b": "x"}', '{"b": "x"}'),
+        ('<tool_call>{"name": "add"}</tool_call>', "{}"),
+        (CALLED % '"a"', None),
+        (CALLED % "[1]", None),
+        (CALLED % "null", None),
+        (CALLED % '{"a": NaN}', None),
+        (CALLED % '{"a": 1e999}', None),
+        (CALLED % '{"a": "\\ud800"}', None),
+        ('<tool_call>{"name": "sub", "arguments": {}}</tool_call>', None),
+        ('<tool_call>{"name": null, "arguments": {}}</tool_call>', None),
+        (CALLED % "{}" + '<tool_call>{"name": "add", "arg</tool_call>', None),
+        (CALLED % "{}" * 65, None),
+        (CALLED % f'{{"a": "{"x" * 1_000_001}"}}', None),
+    ],
+)
+def test_a_call_that_a_client_cannot_take_stays_a_text(text: str, arguments: str | None) -> None:
+    message = answer_of(text, {"add"})
+    if arguments is None:
+        assert (message.tool_calls, message.content) == (None, text)
+    else:
+        assert message.tool_calls is not None
+        assert [call.function.arguments for call in message.tool_calls] == [arguments]
+    assert answer_of(text, ()).content == text
+
+
+def test_a_picture_that_an_answer_led_to_is_a_limit_of_the_episode() -> None:
+    def shows(width: int, height: int) -> dict[str, Any]:
+        url = data_url(picture(width, height))
+        return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+    async def script(made: Talk) -> None:
+        with pytest.raises(DataFailure, match="aspect ratio"):
+            await made.say([shows(10, 4000)])
+        assert made.session.limit is None, "the policy has not answered yet"
+        first = await made.say([user("hello")])
+        with pytest.raises(DataFailure, match="aspect ratio"):
+            await made.say([user("hello"), said(first), shows(10, 4000)])
+
+    assert talk(script, max_tokens=4000).session.limit is EndReason.ACTION_ERROR
