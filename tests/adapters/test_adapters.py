@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from rayloop.core.failures import DataFailure, EnvironmentFailed
+from rayloop.core.failures import DataFailure, EnvironmentFailed, PolicyFailure
 from rayloop.core.protocols import StepResult
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import decode
@@ -134,7 +134,21 @@ def test_a_picture_may_be_a_flat_list() -> None:
         broken.close()
 
 
-@pytest.mark.parametrize("fault", ["EXECUTION_ERROR", "CAPACITY_REACHED", "SESSION_ERROR", "gone", "hang"])
+def test_an_action_on_which_the_environment_raises_is_the_policys() -> None:
+    with counting() as (counter, url):
+        made = OpenEnv(OpenEnvSettings(url=url, message_timeout=5.0))
+        counter.fault = "EXECUTION_ERROR"
+        with pytest.raises(EnvironmentFailed, match="OpenEnv, reset: EXECUTION_ERROR"):
+            made.reset(TASK)
+        counter.fault = ""
+        made.reset(TASK)
+        counter.fault = "EXECUTION_ERROR"
+        with pytest.raises(PolicyFailure, match="the action raised: as the test wants it"):
+            made.step('{"by": 1}')
+        made.close()
+
+
+@pytest.mark.parametrize("fault", ["CAPACITY_REACHED", "SESSION_ERROR", "gone", "hang"])
 def test_failures_of_the_server_are_never_the_policys(fault: str) -> None:
     with counting() as (counter, url):
         made = OpenEnv(OpenEnvSettings(url=url, message_timeout=1.0))

@@ -16,6 +16,7 @@ from rayloop.core.failures import EnvironmentFailed, EnvironmentHung
 from rayloop.core.types import EndReason
 from tests.adapters.conftest import Train, played
 from tests.envs.programs import needs
+from tests.support import hostile_turns
 from tests.support.runs import ROOT
 
 PYTHON = ROOT / ".venv-browsergym/bin/python"
@@ -105,6 +106,15 @@ def test_the_last_step_ends_the_episode_with_what_it_earned() -> None:
     made = played(kind(), row(steps=2), lambda _: "scroll(0, 1)")
     assert (made.end_reason, made.env_result) == (EndReason.DONE, 0.0)
     assert [turn.sampled for turn in made.turns].count(True) == 2
+
+
+def test_hostile_answers_are_scored() -> None:
+    left = [*hostile_turns.moves()[::6], *hostile_turns.texts(6)[::12]][::-1]
+    while left:
+        before = len(left)
+        made = played(kind(), row("enter-text", steps=8), lambda _: left.pop() if left else "done")
+        assert made.env_result is not None
+        assert len(left) < before
 
 
 @pytest.mark.parametrize("part", ["browser", "renderer"])

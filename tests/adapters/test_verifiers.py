@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.types import EndReason
 from tests.adapters.conftest import Train, played
+from tests.support import hostile_turns
 from tests.support.runs import ROOT
 
 PYTHON = ROOT / ".venv-verifiers/bin/python"
@@ -45,6 +48,19 @@ def test_the_rubric_gives_the_reward(taskset: str, says: tuple[str, ...], result
     made = played(KIND, {"taskset": taskset, "index": 3}, lambda _: left.pop(0))
     assert (made.end_reason, made.env_result) == (EndReason.DONE, result), made
     assert [turn.sampled for turn in made.turns].count(True) == len(says)
+
+
+def test_hostile_answers_are_scored_and_a_judge_that_is_away_is_not() -> None:
+    contract = {"taskset": "contract_sums", "env": "contract_sums", "index": 3}
+    texts = ['{"sum": 4}', "4", '{"sum": 0}', '{"sum": "x"}', "[]", "", *hostile_turns.texts(6)[::14]]
+    ends = Counter[EndReason]()
+    for text in texts:
+        made = played(KIND, contract, lambda _, text=text: text)  # type: ignore[misc]
+        assert made.env_result is not None
+        ends[made.end_reason] += 1
+    assert set(ends) == {EndReason.DONE, EndReason.ACTION_ERROR}, ends
+    with pytest.raises(EnvironmentFailed, match="the judge is away"):
+        played(KIND, {**contract, "index": 9}, lambda _: "ConnectionError: not mine")
 
 
 def test_a_step_is_trained(digits_model: Path, train: Train) -> None:

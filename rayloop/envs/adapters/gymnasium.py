@@ -8,10 +8,10 @@ from typing import Any, Literal, Self
 from pydantic import model_validator
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import DataFailure
+from rayloop.core.failures import DataFailure, carrying_out
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.adapters.packages import RewardedSteps, function, needs, picture
+from rayloop.envs.adapters.packages import RewardedSteps, function, needs, picture, read_by
 
 
 class GymSettings(SettingsModel):
@@ -65,6 +65,8 @@ class Gymnasium(RewardedSteps):
             importlib.import_module(module)
         drawn = {"render_mode": "rgb_array"} if settings.image == "render" else {}
         self._environment = gymnasium.make(settings.id, **{**drawn, **settings.options})
+        if self._act is number and not hasattr(self._environment.action_space, "n"):
+            raise TypeError(f"{self._environment.action_space} is not Discrete: name a function of your own under `act`")
 
     def reset(self, task: Task) -> Observation:
         """Raises DataFailure for a seed or options that are none."""
@@ -75,14 +77,17 @@ class Gymnasium(RewardedSteps):
         return Observation((*task.messages, self._seen(observed, info)))
 
     def step(self, text: str) -> StepResult:
-        """Act as ``act`` reads the text; a text that is no action is an error that the policy sees."""
+        """Act as ``act`` reads the text; a text that is no action is an error that the policy sees. Raises PolicyFailure for an
+        action that breaks the environment."""
         try:
-            action = self._act(text, self._environment.action_space)
+            action = read_by(self._act, text, self._environment.action_space)
         except ValueError as error:
             return self._refused(str(error))
-        observed, reward, terminated, truncated, info = self._environment.step(action)
-        self._rewards.append(float(reward))
-        seen, done = Observation((self._seen(observed, info),)), bool(terminated or truncated)
+        with carrying_out(f"{self._settings.id}: the action"):
+            observed, reward, terminated, truncated, info = self._environment.step(action)
+            self._reward(reward)
+            shown = self._seen(observed, info)
+        seen, done = Observation((shown,)), bool(terminated or truncated)
         return StepResult(seen, done=done, info={"truncated": bool(truncated)}, reward=self._rewards[-1])
 
     def close(self) -> None:
@@ -104,9 +109,7 @@ def number(text: str, space: Any) -> int:
     """The last whole number in the text, for a ``Discrete`` space. Raises ValueError for another number, or none."""
     found = re.findall(r"-?\d+", text)
     first = int(getattr(space, "start", 0))
-    allowed = f"a whole number from {first} to {first + int(space.n) - 1}" if hasattr(space, "n") else ""
-    if not allowed:
-        raise TypeError(f"{space} is not Discrete: name a function of your own under `act`")
+    allowed = f"a whole number from {first} to {first + int(space.n) - 1}"
     if not found or len(found[-1]) > 18 or not space.contains(int(found[-1])):
         raise ValueError(f"the action is {allowed}")
     return int(found[-1])

@@ -13,14 +13,19 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import EnvironmentFailed
+from rayloop.core.failures import EnvironmentFailed, PolicyFailure
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.envs.adapters.packages import RewardedSteps, function, needs, picture
+from rayloop.data.images import NOT_SHOWN, pictures
+from rayloop.envs.adapters.packages import RewardedSteps, function, needs, picture, read_by
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 BYTES = 100 * 2**20
 """Of the largest answer."""
+TOO_BIG = 1009
+"""WebSocket's code for a message that is too big."""
+REFUSED = ("VALIDATION_ERROR", "INVALID_JSON")
+"""Codes of an action that the server does not accept."""
 
 
 class OpenEnvSettings(SettingsModel):
@@ -49,7 +54,8 @@ class OpenEnvSettings(SettingsModel):
 class OpenEnv(RewardedSteps):
     """One session; the row's columns ``seed`` and ``episode_id`` are given to ``reset``.
 
-    A server's error is the environment's failure, except for an action that it does not accept."""
+    A server's error is the environment's failure, except for an action that it does not accept, or on which its environment
+    raises."""
 
     Settings = OpenEnvSettings
 
@@ -77,16 +83,17 @@ class OpenEnv(RewardedSteps):
         return Observation((*task.messages, self._seen(said)))
 
     def step(self, text: str) -> StepResult:
-        """Raises EnvironmentFailed."""
+        """Raises PolicyFailure for an action that the server's environment answers with an exception or with more than ``BYTES``,
+        EnvironmentFailed for the rest."""
         try:
-            action = self._act(text)
+            action = read_by(self._act, text)
         except ValueError as error:
             return self._refused(str(error))
         said, refusal = self._asked("step", action)
         if refusal:
             return self._refused(refusal)
-        self._rewards.append(float(said.get("reward") or 0.0))
-        return StepResult(Observation((self._seen(said),)), done=bool(said.get("done")), reward=self._rewards[-1])
+        reward = self._reward(said.get("reward") or 0.0)
+        return StepResult(Observation((self._seen(said, acted=True),)), done=bool(said.get("done")), reward=reward)
 
     def close(self) -> None:
         """End the session."""
@@ -99,29 +106,42 @@ class OpenEnv(RewardedSteps):
         """What the server observed, and why it does not accept the action. Raises EnvironmentFailed."""
         from websockets.exceptions import ConnectionClosed
 
+        acts = op == "step"
         try:
             with suppress(ConnectionClosed):  # what it said before it closed is still to be read
                 self._session.send(json.dumps({"type": op, "data": data}))
             answer = json.loads(self._session.recv(timeout=self._settings.message_timeout))
             kind, said = answer["type"], answer["data"]
         except Exception as error:
+            ended = error.sent if isinstance(error, ConnectionClosed) else None
+            if acts and ended is not None and ended.code == TOO_BIG:
+                raise PolicyFailure(f"what the action led to has more than {BYTES} bytes") from error
             raise EnvironmentFailed(f"OpenEnv, {op}: {type(error).__name__}: {error}") from error
         if kind == "error":
             code, message = said.get("code", "UNKNOWN"), said.get("message", "")
             if code == "CAPACITY_REACHED":
                 message += ". Raise the server's max_concurrent_envs, or lower environment.actors"
-            if op == "step" and code == "VALIDATION_ERROR":
+            if acts and code in REFUSED:
                 return {}, _why(said)
+            if acts and code == "EXECUTION_ERROR":
+                raise PolicyFailure(f"OpenEnv: the action raised: {message}")
             raise EnvironmentFailed(f"OpenEnv, {op}: {code}: {message}")
         if kind != "observation" or not isinstance(said, dict):
             raise EnvironmentFailed(f"OpenEnv answered {op} with {kind!r}, which is no observation", bug=True)
         return said, ""
 
-    def _seen(self, said: Mapping[str, Any]) -> Message:
+    def _seen(self, said: Mapping[str, Any], *, acted: bool = False) -> Message:
+        """``acted``: what an action has led to; words stand for a picture of it that cannot be shown."""
         observed = said.get("observation", said)
         key, parts = self._settings.image, list[str | ImageSource]()
         if key and observed.get(key) is not None:
-            parts.append(_picture(observed[key], observed.get(f"{key}_shape")))
+            try:
+                seen = _picture(observed[key], observed.get(f"{key}_shape"))
+                parts += pictures([seen]) if acted else [seen]
+            except EnvironmentFailed:
+                if not acted:
+                    raise
+                parts.append(NOT_SHOWN)
         if (text := observed.get(self._settings.text)) is not None:
             parts.append(str(text))
         else:

@@ -1,6 +1,8 @@
 """Shared by the adapters: packages that may be missing, functions that a configuration names, pictures of arrays, and rewards."""
 
 import importlib
+import logging
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -8,9 +10,12 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from rayloop.core.failures import Blame, PolicyFailure, blame
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import ImageSource, Message
 from rayloop.data.images import png
+
+logger = logging.getLogger(__name__)
 
 
 class RewardedSteps:
@@ -25,6 +30,14 @@ class RewardedSteps:
         """The sum of the rewards, or the last one."""
         return sum(self._rewards) if self._result == "sum" else self._rewards[-1]
 
+    def _reward(self, given: Any) -> float:
+        """Take the reward of a step, and return it. Raises PolicyFailure for what is no finite number: no step before was so."""
+        reward = float(given)
+        if not math.isfinite(reward):
+            raise PolicyFailure(f"the action was rewarded with {reward}")
+        self._rewards.append(reward)
+        return reward
+
     def _shown(self, *parts: str | ImageSource) -> Message:
         self._last_shown = parts
         return Message("user", parts)
@@ -32,6 +45,20 @@ class RewardedSteps:
     def _refused(self, why: str) -> StepResult:
         """The error, and what was shown before."""
         return StepResult(Observation((Message("user", (f"Error: {why}\n", *self._last_shown)),)), error=why)
+
+
+def read_by(act: Callable[..., Any], text: str, *more: Any) -> Any:
+    """The action that ``act`` reads in the policy's text. Raises ValueError, in words for the policy, for whatever it raises on the
+    text but what blames the infrastructure."""
+    try:
+        return act(text, *more)
+    except ValueError:
+        raise
+    except Exception as error:
+        if blame(error) is not Blame.POLICY:
+            raise
+        logger.warning("the text of a turn broke %s", getattr(act, "__qualname__", act), exc_info=error)
+        raise ValueError(f"this is no action: {type(error).__name__}: {error}") from error
 
 
 def needs(package: str, extra: str = "") -> None:

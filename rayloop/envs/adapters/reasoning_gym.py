@@ -1,6 +1,7 @@
 """Tasks of reasoning-gym: rows made by the package's generators, answers judged by its scorers. The extra ``reasoning-gym``."""
 
 import json
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import DataFailure
+from rayloop.core.failures import Blame, DataFailure, blame
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Message, Task, Trajectory
@@ -20,8 +21,6 @@ EVALUATING = (
     "simple_integration", "spiral_matrix", "string_insertion",
 )  # fmt: skip
 """Tasks whose scorer evaluates the policy's text as Python, in sympy's parser too: refused."""
-UNREADABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""What scorers raise for a text that has not the form of an answer."""
 RUNNING = ("codeio", "composite")
 """Tasks that run programs from their data, or that hold others: refused."""
 
@@ -94,7 +93,11 @@ class ReasoningGymScore:
         found = {"answered": float(answer is not None)}
         try:
             value = float(made.score_answer(answer, entry))
-        except UNREADABLE:
+        except Exception as error:  # scorers raise whatever comes for a text that has not the form of an answer
+            if blame(error) is not Blame.POLICY:
+                raise
+            value = math.nan
+        if not math.isfinite(value):
             return Scored(0.0, {**found, "exact": 0.0}, ("unreadable",))
         return Scored(value, {**found, "exact": float(value >= 1)})
 

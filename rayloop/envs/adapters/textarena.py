@@ -1,5 +1,6 @@
 """Games of textarena for one player: the policy's text is the move. The package is the extra ``textarena``."""
 
+import math
 import random
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from rayloop.config.settings import SettingsModel
-from rayloop.core.failures import DataFailure
+from rayloop.core.failures import DataFailure, PolicyFailure, carrying_out
 from rayloop.core.protocols import Observation, StepResult
 from rayloop.core.types import Message, Task
 from rayloop.envs.adapters.packages import needs
@@ -61,13 +62,15 @@ class TextArena:
         return Observation((*task.messages, self._seen()))
 
     def step(self, text: str) -> StepResult:
-        """Make the move."""
-        with self._own_draws():
+        """Make the move. Raises PolicyFailure for one that breaks the game."""
+        with carrying_out(f"{self._name}: the move"), self._own_draws():
             done, _ = self._game.step(action=text)
-        if not done:
-            return StepResult(Observation((self._seen(),)))
-        rewards, ended = self._game.close()
+            if not done:
+                return StepResult(Observation((self._seen(),)))
+            rewards, ended = self._game.close()
         self._result = float((rewards or {}).get(0, 0.0))
+        if not math.isfinite(self._result):
+            raise PolicyFailure(f"{self._name} was ended with the reward {self._result}")
         return StepResult(None, done=True, info={"reason": str(ended.get(0, {}).get("reason", ""))}, reward=self._result)
 
     def evaluate(self) -> float:

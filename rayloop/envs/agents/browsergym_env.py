@@ -17,11 +17,13 @@ TIMEOUT = 30_000
 def play(task: str, seed: int, messages: Any, actions: Any = "miniwob_all", see: str = "screenshot", steps: int = 10) -> float:
     """One episode of the row's column ``task``, such as miniwob.click-test. Further columns: ``actions``, subsets of BrowserGym's
     actions (``bid`` and ``coord`` upload files, ``nav`` opens any address); ``see``: screenshot, axtree or both; ``steps``, after
-    which it ends. Returns the sum of the rewards. Raises what Playwright raises for a page or a browser that is not there."""
+    which it ends. Returns the sum of the rewards. Raises RuntimeError for a page that hangs after an action, ConnectionError for a
+    browser that is gone, and what Playwright raises for a page that is not there."""
     import gymnasium
     import openai
     from browsergym.core import env
     from browsergym.core.action.highlevel import HighLevelActionSet
+    from playwright.sync_api import Error, TimeoutError
 
     importlib.import_module(f"browsergym.{task.partition('.')[0]}")
     if pages := find_spec("miniwob"):
@@ -40,7 +42,12 @@ def play(task: str, seed: int, messages: Any, actions: Any = "miniwob_all", see:
             answer = client.chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=history)
             said, new = answer.choices[0].message.content or "", []
             history.append({"role": "assistant", "content": said})
-            observed, reward, terminated, truncated, _ = browser.step(said)
+            try:
+                observed, reward, terminated, truncated, _ = browser.step(said)
+            except TimeoutError:  # the page that the action has led to does not answer
+                raise RuntimeError(f"the page did not answer within {TIMEOUT / 1000:g} s after an action") from None
+            except Error as error:  # an action's own errors are in ``observed``
+                raise ConnectionError(f"the browser: {error}") from error
             total += reward
             if terminated or truncated:
                 break

@@ -1,6 +1,7 @@
 """An environment of verifiers 0.4 as an agent of the harness, in a Python with that package: ``run: .../verifiers_env.py:play``."""
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 async def play(row: Mapping[str, Any]) -> float:
     """One episode of the row's column ``taskset`` (its id: an installed package or a module), of the task at ``index`` (0), with
     further columns ``env`` (an ``Env``'s id) and ``config`` (the task set's). Returns the sum of what its rubric gave to the
-    trainable agents. Raises RuntimeError for an episode that verifiers could not play."""
+    trainable agents. Raises RuntimeError for an episode that an answer broke, such as one that did not keep to a contract of the
+    environment, and ConnectionError for one that the provider, a sandbox or a tool server broke."""
     import verifiers.v1 as vf
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
     from verifiers.v1.utils.loaders import env_config_type, load_environment
@@ -28,8 +30,23 @@ async def play(row: Mapping[str, Any]) -> float:
         episode = await environment.run_episode(task, vf.ModelContext(os.environ["OPENAI_MODEL"], client))
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors:
-        raise RuntimeError(f"verifiers: {errors[0].type}: {errors[0].message}")
+        broken = next((error for error in errors if _of_a_machine(error)), None)
+        error = broken or errors[0]
+        raise (ConnectionError if broken else RuntimeError)(f"verifiers: {error.type}: {error.message}")
     return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
+
+
+MACHINES = ("ProviderError", "SandboxError", "ToolsetError", "InterceptionError", "TunnelError")
+"""Boundaries of verifiers that no answer of the policy breaks."""
+_MACHINE = re.compile(r"Connect|Timeout|Transport|Network|Memory|Import|OSError|HTTP|RateLimit|InternalServer")
+"""In the names of exceptions that hooks and rubrics raise when what they ask is not there."""
+
+
+def _of_a_machine(error: Any) -> bool:
+    """By the boundary, and within the task's and the environment's code by the class that was raised first. The message, which the
+    policy may have written a part of, stands behind that."""
+    first = next((line for line in (error.traceback or "").splitlines() if line[:1].isalpha() and ":" in line.split()[0]), "")
+    return error.type in MACHINES or bool(_MACHINE.search(first.partition(":")[0]))
 
 
 async def _script(runtime: Any, script: str | bytes, env: Any = None, *, activate: bool = True) -> list[str]:
