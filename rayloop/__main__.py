@@ -15,8 +15,11 @@ def main() -> int:
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         print(f"rayloop: without {' and '.join(missing)}: activate the environment: . .venv/bin/activate", file=sys.stderr)
         return 2
-    from rayloop.cli import main as run
-
+    try:
+        from rayloop.cli import main as run
+    except KeyboardInterrupt:  # the import takes a second
+        print("rayloop: interrupted", file=sys.stderr)
+        return 1
     return run()
 
 

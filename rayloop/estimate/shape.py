@@ -1,11 +1,11 @@
 """How large a model is: its parameters by tensor, from the headers of its files; nothing is loaded."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rayloop.chat.tokenizer import read_json
 from rayloop.core.failures import ConfigError
 from rayloop.core.model_families import VISION
 from rayloop.core.model_files import resolve
@@ -79,7 +79,7 @@ def read_shape(model: str, revision: str | None = None, key: str = "model.path")
     found = resolve(model, revision, key=key)
     if not (found.folder / "config.json").is_file():
         raise ConfigError(f"{key}: {model} has no config.json")
-    config = json.loads((found.folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(found.folder / "config.json")
     if found.whole:
         return _shape({name: tensor.shape for name, tensor in found.stored().items()}, config)
     if found.commit is None:

@@ -1,6 +1,5 @@
 """What can be known to fail before anything is started: files, folders and packages that the configuration names."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,8 +60,7 @@ def known(model: str, revision: str | None, key: str = "model.path") -> None:
             f"{key}: {model} is no folder. Make a model with `python -m rayloop sft`, or name a folder in Hugging Face "
             "layout or a model of the Hub (owner/name)"
         )
-    file = resolve(model, revision, key=key).folder / "config.json"
-    described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    described = read_json(resolve(model, revision, key=key).folder / "config.json")
     text = described.get("text_config") or described
     kind, quantised = described.get("model_type", ""), "quantization_config" in described
     if why := unsupported(kind, "vision_config" in described, text, quantised):
@@ -145,8 +143,7 @@ def idle_settings(config: RunConfig) -> list[str]:
 
 def _vocabulary(config: RunConfig) -> int | None:
     """Tokens of the model, where its folder is here and says so."""
-    file = Path(config.model.path) / "config.json"
-    described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    described = read_json(Path(config.model.path) / "config.json")
     size = (described.get("text_config") or described).get("vocab_size")
     return size if isinstance(size, int) and size > 0 else None
 

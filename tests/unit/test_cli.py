@@ -20,6 +20,7 @@ from rayloop.cli import COMMANDS, main, parsed, parser
 from rayloop.commands.eval import evaluation_folder
 from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError
+from rayloop.estimate.shape import read_shape
 from rayloop.run.config import RunConfig
 from rayloop.run.preflight import preflight
 
@@ -166,6 +167,35 @@ def test_a_model_without_tokenizer_or_template_is_refused_before_anything_starts
     config = {**RUN, "model": {"path": str(folder)}, "data": {"train": str(tmp_path / "rows.jsonl")}}
     with pytest.raises(ConfigError, match=why):
         preflight(RunConfig.model_validate(config))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "not JSON"])
+def test_a_model_whose_configuration_is_damaged_is_refused_before_anything_starts(
+    tmp_path: Path, text_folder: Path, content: str
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(text_folder, folder)
+    (folder / "config.json").write_text(content, encoding="utf-8")
+    config = RunConfig.model_validate({**RUN, "model": {"path": str(folder)}})
+    for asked in (lambda: preflight(config), lambda: read_shape(str(folder))):
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            asked()
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback() -> None:
+    script = """
+import sys
+
+class Interrupted:
+    def __getattr__(self, name):
+        raise KeyboardInterrupt
+
+sys.modules["rayloop.cli"] = Interrupted()
+from rayloop.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "rayloop: interrupted\n")
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "sft"])
