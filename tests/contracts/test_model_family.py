@@ -32,9 +32,9 @@ from rayloop.core.types import (
     Turn,
     Version,
 )
-from rayloop.data.images import image_geometry
+from rayloop.data.images import decode, image_geometry
 from rayloop.engines.generation.transformers import TransformersEngine
-from rayloop.engines.models import hf_state, load_model, load_vision
+from rayloop.engines.models import hf_state, load_model
 from rayloop.engines.models.saving import save_model
 from rayloop.engines.settings import FsdpSettings, ModelSettings
 from rayloop.engines.training.fsdp import FsdpEngine
@@ -90,17 +90,21 @@ def sampled(trajectories: list[Trajectory]) -> list[Any]:
 
 
 def plain(folder: Path, trajectory: Trajectory) -> torch.Tensor:
-    """Log-probs [N] by the class of transformers, which sees nothing of rayloop but the pixels."""
-    flat, model = trajectory.flatten(), ModelSettings(path=str(folder))
+    """Log-probs [N] by the classes of transformers, which know nothing but the folder, the tokens and the pictures."""
+    flat = trajectory.flatten()
     auto = AutoModelForImageTextToText if trajectory.images else AutoModelForCausalLM
     loaded, report = auto.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     inputs: dict[str, Any] = {"input_ids": torch.tensor(flat.token_ids)[None]}
+    assert stops(loaded) == set(trajectory.sampling.end_tokens), "it ends an answer where the run did"
     if trajectory.images:
-        vision = load_vision(model, loaded.config)
-        assert vision is not None
-        inputs["pixel_values"] = torch.cat([vision.pixels(one, trajectory.image_bytes[one.sha256]) for one in trajectory.images])
+        processor = AutoImageProcessor.from_pretrained(folder, use_fast=False)
+        pictures = [decode(trajectory.image_bytes[one.sha256]) for one in trajectory.images]
+        seen = [processor(images=[picture], return_tensors="pt") for picture in pictures]
+        inputs["pixel_values"] = torch.cat([one["pixel_values"] for one in seen])
+        if "image_grid_thw" in seen[0]:
+            assert [tuple(one["image_grid_thw"][0].tolist()) for one in seen] == [one.grid for one in trajectory.images]
         if FAMILIES[loaded.config.model_type].images == "patches":
             inputs["image_grid_thw"] = torch.tensor([one.grid for one in trajectory.images])
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == loaded.config.image_token_id).int()
@@ -109,6 +113,12 @@ def plain(folder: Path, trajectory: Trajectory) -> torch.Tensor:
     logits[:, list(trajectory.sampling.banned_tokens)] = -torch.inf
     at = torch.from_numpy(flat.loss_mask.nonzero()[0])
     return logits.log_softmax(-1)[at - 1, torch.tensor(flat.token_ids)[at]]
+
+
+def stops(model: Any) -> set[int]:
+    """The tokens at which transformers' ``generate`` ends."""
+    ends = model.generation_config.eos_token_id
+    return set(ends) if isinstance(ends, list) else {ends}
 
 
 def step(trained: FsdpEngine, trajectories: list[Trajectory]) -> None:
@@ -137,7 +147,7 @@ def test_a_family_is_trained_as_it_samples_and_exported_as_it_is_loaded(folder: 
             ours = packed.logprobs(later)
             assert gaps(ours, sampled(later)).max() < within, "the engine has the trained weights"
             assert gaps(packed.logprobs(first), unpacked).mean() > 1e-3, "training changed the weights"
-        save_model(folder, tmp_path / "out", weights)
+        save_model(folder, tmp_path / "out", weights, limits=ModelSettings(path=str(folder)))
         for one, found in zip(later, ours, strict=True):
             torch.testing.assert_close(plain(tmp_path / "out", one), torch.from_numpy(found), rtol=0, atol=within)
 
