@@ -22,7 +22,7 @@ from rayloop.launch.network import this_node
 from rayloop.launch.ray_variables import OBJECT_STORE
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import SHARED_MEMORY, bundles, store_wanted, total
-from rayloop.run.preflight import beyond_positions, preflight
+from rayloop.run.preflight import beyond_positions, idle_settings, preflight
 
 DEADLINE = 5.0
 """Seconds for one check; all run at once."""
@@ -104,8 +104,8 @@ def configuration(config: RunConfig | None) -> list[Finding]:
         found, _, remedy = str(error).partition(". ")
         return [Finding("error", found, remedy or "correct the file")]
     fine = [Finding("ok", f"run {config.name}: model, data and loggers are there")]
-    if beyond:
-        found, _, remedy = beyond.partition(". ")
+    for said in filter(None, (beyond, *idle_settings(config))):
+        found, _, remedy = said.partition(". ")
         fine.append(Finding("warning", found, remedy))
     if config.policy.engine.lora is not None and (model := shape(config)) is not None and experts(model.config):
         fine.append(Finding("warning", f"policy.engine.lora: {UNADAPTED}", "leave policy.engine.lora out to train them"))

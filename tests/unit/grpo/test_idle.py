@@ -13,6 +13,7 @@ import yaml
 from benchmarks.pages.idle import ENTRIES, SITUATIONS, Changes, baseline, built, cell, idles, page
 from rayloop.core.groups import Group, Scored
 from rayloop.core.types import EndReason, Task, TrajectoryId
+from rayloop.doctor import checks
 from rayloop.grpo.advantage import build_advantage, with_advantages
 from rayloop.grpo.filters import build_filters
 from rayloop.grpo.idle import idle
@@ -120,6 +121,14 @@ def test_a_configuration_says_it(text: str, said: str, tmp_path: Path) -> None:
     assert len(found) == 1
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(found[0])
+
+
+def test_doctor_says_it_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "preflight", lambda config: None)
+    found = checks.configuration(run(tmp_path, "policy: {loss: {clip_high: 0.3}}"))
+    [said] = [one for one in found if "clip_high" in one.found]
+    assert said.level == "warning"
+    assert said.remedy == "Set policy.update.mini_batches to 2 or more, or policy.loss.correction to bypass"
 
 
 @pytest.mark.parametrize("text", NOT_SAID)
