@@ -49,7 +49,7 @@ class Actor:
 
     @ray.method(concurrency_group="debug")
     def awaits(self) -> list[tuple[str, Any]]:
-        """What its calls wait for elsewhere, and the handle of the actor that shall answer, or None; answers when others hang."""
+        """What its calls wait for elsewhere, and the handle of the actor that must answer, or None; answers when others hang."""
         return []
 
     @ray.method(concurrency_group="debug")

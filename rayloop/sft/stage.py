@@ -76,7 +76,7 @@ class SftConfig(SettingsModel):
     model: ModelSettings
     data: DataSettings
     answers: Annotated[Component, ANSWERS] = Component(use="rayloop.sft.answers:AnswerColumn")
-    """What the model shall say: the rows' answers, a class of docs/components.md, or a function of ``(task)`` or ``(task, rng)``
+    """What the model must say: the rows' answers, a class of docs/components.md, or a function of ``(task)`` or ``(task, rng)``
     that returns the text, for example ``{use: "mine:spoken"}``."""
     tiny: TinySettings | None = None
     engine: FsdpSettings = FsdpSettings()

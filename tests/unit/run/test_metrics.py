@@ -126,6 +126,20 @@ def test_a_source_has_its_components_and_calls() -> None:
     assert "rollout/right_negative_advantage" not in step_metrics(Collected((make_group(0, [1.0, 0.0]),)), target=2)
 
 
+def test_the_last_turn_is_told_apart_by_what_the_environment_paid() -> None:
+    paid = [
+        make_member(TrajectoryId(0, n), Scored(1.0), end_reason=EndReason.MAX_TURNS, env_result=r) for n, r in enumerate((0.5, 0.0))
+    ]
+    others = [
+        make_member(TrajectoryId(0, 2), Scored(1.0), end_reason=EndReason.MAX_TURNS),
+        make_member(TrajectoryId(0, 3), Scored(1.0)),
+    ]
+    group = Group(0, Task("t", ()), (*paid, *others))
+    found = step_metrics(Collected((group,), (group,)), target=4)
+    assert (found["rollout/paid_at_max_turns"], found["end_reason/done"]) == (0.25, 0.25)
+    assert validate(found) == ()
+
+
 def test_rates_are_those_of_a_step_without_its_evaluation(tmp_path: Path) -> None:
     """With it the curve would show the evaluation in every so many steps."""
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
