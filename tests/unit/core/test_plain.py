@@ -51,7 +51,8 @@ SUMMARY = Summary(
     ID, 2, "train-5", "digits", EndReason.TOOL_DEADLINE, length=90, sampled_tokens=4, turns=3, images=2,
     observation_images=1, images_consistent=False, first_version=Version(2, 5), last_version=Version(2, 6),
     env_result=0.1, seconds=1.5, prompt_tokens=80, cut=True, sent=ImagesSent(3, 1000, 1),
-    turn_rewards=(0.5, -2.0 / 3.0), states=("00c0ffee00c0ffee",) * 2, spans=(("reset", 1.5, 2.25), ("step", 3.0, 3.5)),
+    turn_rewards=(0.5, -2.0 / 3.0), states=("00c0ffee00c0ffee",) * 2, order=(1, 0, 2),
+    spans=(("reset", 1.5, 2.25), ("step", 3.0, 3.5)),
 )  # fmt: skip
 IMAGE = ImageRef("3fa2", 28, 56, (1, 2, 4), 2, path="images/a.png")
 SAMPLED = Turn(
@@ -61,6 +62,7 @@ SAMPLED = Turn(
 TRAJECTORY = Trajectory(
     ID, 2, "train-5", 2**63 + 11, (Turn("user", (1, 2), (IMAGE,)), SAMPLED, Turn("tool", ())),
     Sampling(0.7, 9, 2, ("</a>", "\n"), (3,), (4, 5), 0.9, 50), EndReason.TOOL_DEADLINE, 0.1, {"3fa2": b"\x00png", "77": b""},
+    order=(0,),
 )  # fmt: skip
 REFERENCE = np.array([0.5, -0.25, 1e-7], np.float32)
 CREDIT = Credit(-1.25, (0.5, -3.0), Streams(0.5, 0.0, 2.0), base=0.1)
@@ -157,7 +159,7 @@ OF_THE_PROCESS = {
     "FinishedGroups": {"ledger", "ready", "alarms", "blame", "_injected"},
     "Alarms": {"settings", "_reward", "_emit", "_drift_limit", "_seen", "_drift", "_without", "_active", "_kinds", "_trace",
                "_dropout", "_returned", "_raised", "_raised_held_out", "collapse"},
-    "Collapse": {"_settings", "_last"},
+    "Collapse": {"_settings", "_last", "_watched"},
     "FailureHistory": {"_settings", "_successes", "_groups", "_services"},
     "ReplayBuffer": {"_settings", "_rules", "_seed"},
     "AcceptanceRate": {"_memory", "_floor"},
@@ -284,7 +286,7 @@ def test_what_was_saved_once_is_read_for_ever(tmp_path: Path) -> None:
     payload = group.members[0].payload
     then = tuple(dataclasses.replace(turn, restart=False, executed=None, reward=0.0, kept=None) for turn in TRAJECTORY.turns)
     sampling = dataclasses.replace(TRAJECTORY.sampling, top_p=1.0, top_k=None)
-    assert payload == dataclasses.replace(TRAJECTORY, turns=then, sampling=sampling)
+    assert payload == dataclasses.replace(TRAJECTORY, turns=then, sampling=sampling, order=())
     assert (group.members[0].summary.turn_rewards, group.members[0].summary.states) == ((), ())
     assert group.members[0].reference.tobytes() == REFERENCE.tobytes()
     assert [number.number for number in made.scheduler.reissue] == [1, 2, 3]
