@@ -14,10 +14,10 @@ sre: Any = import_module("re._parser")
 
 Text = Callable[[int], str]
 """Length in characters -> a text of about that length."""
-MARKUP = (*"<([{'\"\\`|1,:-\n a", "a\n")
+MARKUP = (*"<([{'\"\\`|1,:-\n a", "a\n", "$$", "**", "--", "...")
 MEMBERS = tuple("aA1 \n-_.,!\\{[(<é")
 """Characters of which one is in most sets."""
-WORD = re.compile(r"<[\w|/-]+>:?|`+\w*|\\\w+\{?|\w+[(:=]['\"]?|[^\w\s]{2,}")
+WORD = re.compile(r"<[\w|/-]+>:?|`+\w*|\\\w+\{?|[a-z_]+[(=]['\"]?")
 
 
 def texts(source: str, patterns: list[re.Pattern[str]]) -> Iterator[Text]:

@@ -25,22 +25,28 @@ class Number:
     bare: bool = False
 
 
-@lru_cache(_REMEMBERED)
 def number(text: str) -> Number | None:
     """The whole text as one number: 12, -0.5, 1,000, 10 %, $5, 1.2 million, 7 kg. None for anything else."""
+    return _number(text) if len(text) <= _LONGEST else None
+
+
+@lru_cache(_REMEMBERED)
+def _number(text: str) -> Number | None:
     if _PLAIN.fullmatch(text) and text.isascii():
         whole, _, digits = text.partition(".")
         return Number(Fraction(int(f"{whole}{digits}"), 10 ** len(digits)), bare=whole.isdigit() and not digits)
-    if len(text) > _LONGEST:
-        return None
     found = quantity(readable(text))
     return None if found is None else Number(found.value, found.unit, found.integer and "," not in found.digits)
 
 
-@lru_cache(_REMEMBERED)
 def readable(text: str) -> str:
     """One spelling of a text: mark-up, blanks, final punctuation and case do not count."""
-    return (plain(text) if len(text) <= _LONGEST else " ".join(text.split())).casefold()
+    return _readable(text) if len(text) <= _LONGEST else " ".join(text.split()).casefold()
+
+
+@lru_cache(_REMEMBERED)
+def _readable(text: str) -> str:
+    return plain(text).casefold()
 
 
 def same_answer(said: str, true: str, tolerance: Fraction, years: tuple[int, int]) -> bool:
