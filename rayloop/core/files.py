@@ -128,16 +128,23 @@ NO_CONTENT = (errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENODEV, errno.EAGAIN
 """What ``content`` and the system say of a device, a pipe, a socket and what is too large."""
 
 
-def content(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a regular file that somebody else may have named: a device or a pipe would have no end, and may do something
-    when it is opened. Raises OSError, with EINVAL for what is no regular file, and EFBIG for more than ``most`` bytes."""
+@contextmanager
+def regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """A regular file that somebody else may have named: a device or a pipe would have no end, and may do something when it is
+    opened. Raises OSError, with EINVAL for what is no regular file."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
-        data = b"" if found.st_size > most else file.read(most + 1)
-        if found.st_size > most or len(data) > most:
+        yield file
+
+
+def content(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a ``regular`` file. Raises OSError, with EFBIG for more than ``most`` bytes."""
+    with regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        data = b"" if size > most else file.read(most + 1)
+        if size > most or len(data) > most:
             raise OSError(errno.EFBIG, f"it has more than {most} bytes")
         return data
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 import yaml
 
 from rayloop.core.failures import ConfigError, RunNameInUse
-from rayloop.core.files import needed, write_whole
+from rayloop.core.files import content, needed, write_whole
 from rayloop.core.groups import Group, Member, Scored, Unscored
 from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
 from rayloop.data.images import encoding
@@ -20,6 +20,7 @@ from rayloop.run.lock import RunLock
 from rayloop.run.records.events import EventLog
 from rayloop.run.records.jsonl import SCHEMA_VERSION, Fits, JsonLines, encode, is_number
 
+MOST_CONFIG, MOST_VALUES = 2**22, 100_000
 SHOWN = 10
 """Rows left out for one reason that the console shows; quarantine.jsonl has all."""
 
@@ -60,8 +61,7 @@ class RunFolder:
     @property
     def configuration(self) -> dict[str, Any]:
         """The run's configuration as plain data: it may have been written by another version of rayloop."""
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
-        return yaml.load(self.config.read_text(encoding="utf-8"), loader) if self.config.exists() else {}
+        return configuration(self.config) if self.config.exists() else {}
 
     @contextmanager
     def acquired(self, resume: str = "auto") -> Iterator[Self]:
@@ -126,6 +126,26 @@ class RunFolder:
         for records in (self.metrics, self.quarantine):
             records.close()
         self.events.close()
+
+
+def configuration(file: Path) -> dict[str, Any]:
+    """The mapping in a run's YAML file, which may be another user's: of at most ``MOST_CONFIG`` bytes and ``MOST_VALUES`` values,
+    each alias counted as what it stands for. Raises ConfigError."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C, ten times as fast
+    try:
+        found = yaml.load(content(file, MOST_CONFIG).decode("utf-8"), loader)
+        waiting, count = [found], 0
+        while waiting:
+            value = waiting.pop()
+            count += 1
+            if count > MOST_VALUES:
+                raise ValueError(f"it has more than {MOST_VALUES} values")
+            waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} cannot be read: {str(error).partition(chr(10))[0]}") from error
+    if not isinstance(found, dict | None):
+        raise ConfigError(f"{file} holds no configuration: expected keys and values, found {type(found).__name__}")
+    return found or {}
 
 
 def make_folder(path: Path, choice: str) -> None:

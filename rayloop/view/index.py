@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class EpisodeIndex:
     def __init__(self, folder: RunFolder) -> None:
         self._dump, self.path, self._busy = folder.rollouts, _place(folder.path), threading.Lock()
         with suppress(sqlite3.DatabaseError), self._opened() as db:
-            if db.execute("PRAGMA user_version").fetchone()[0] == VERSION:
+            if db.execute("PRAGMA user_version").fetchone()[0] == VERSION and _tables(db) == _expected():
                 return
         self.path.unlink(missing_ok=True)
         with self._opened() as db:
@@ -96,7 +97,8 @@ class EpisodeIndex:
 
     def search(self, filters: Mapping[str, str], order: str, groups: bool, start: int, count: int) -> tuple[int, list[Record]]:
         """How many episodes (``groups``: with one) fit all ``filters`` (of ``WHERE``), and ``count`` of them from ``start`` on."""
-        given = {name: value.strip() for name, value in filters.items() if name in WHERE and value.strip()}
+        plain = {name: value.replace("\0", " ").strip() for name, value in filters.items()}  # SQLite ends a text at a zero
+        given = {name: value for name, value in plain.items() if name in WHERE and value}
         wanted = given | ({"text": _phrases(given["text"])} if "text" in given else {})
         where = " AND ".join(["TRUE", *(WHERE[name] for name in wanted)])
         chosen, by = (GROUPS, " GROUP BY step, grp") if groups else (f"{', '.join(COLUMNS)}, reward AS mean", "")
@@ -108,11 +110,23 @@ class EpisodeIndex:
 
 
 def _place(run: Path) -> Path:
-    if os.access(run, os.W_OK):
+    if os.access(run, os.W_OK) and not (run / "index.sqlite").is_symlink():  # a link would lead to any file
         return run / "index.sqlite"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rayloop"
     cache.mkdir(parents=True, exist_ok=True)
     return cache / f"{run.name}-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}.sqlite"
+
+
+def _tables(db: sqlite3.Connection) -> list[Any]:
+    return [tuple(row) for row in db.execute("SELECT name, sql FROM sqlite_master ORDER BY name")]
+
+
+@cache
+def _expected() -> list[Any]:
+    """Of an index that this version has made; another one's would have other columns, or triggers."""
+    with closing(sqlite3.connect(":memory:")) as db:
+        db.executescript(TABLES.read_text(encoding="utf-8"))
+        return _tables(db)
 
 
 def _forget(db: sqlite3.Connection, step: int) -> None:

@@ -1,6 +1,7 @@
 """Groups of episodes as film strips: a row for each member, a column for each turn, and on its picture what the turn did there."""
 
 import base64
+import hashlib
 import io
 import json
 import math
@@ -11,8 +12,9 @@ from statistics import fmean, stdev
 from typing import Any
 
 from rayloop.core.failures import ConfigError, RayloopError
+from rayloop.core.files import content
 from rayloop.core.types import ImageSource
-from rayloop.data.images import decode, probe, untinted
+from rayloop.data.images import MOST_BYTES, decode, probe, untinted
 from rayloop.envs.grammar.actions import Action, Mistake, Point
 from rayloop.envs.grammar.arpo import Broken, ScreenSize, acts
 from rayloop.envs.grammar.scanner import read
@@ -55,7 +57,7 @@ class Films:
     def __init__(self, folder: RunFolder, picture: Callable[[Path, float], Record] = _embedded) -> None:
         """``picture``: width, height and ``uri``, or ``why``, of a file with that tint; the default puts the image into the page.
         Raises ConfigError when ``report.boxes`` cannot be loaded."""
-        self._picture = picture
+        self._picture, self._root = picture, folder.path.resolve()
         config = folder.configuration
         self._reader = box_reader(config)
         self.tint = float((config.get("model") or {}).get("position_tint") or 0.0)
@@ -127,12 +129,24 @@ class Films:
         marks = [mark for action in _actions(text, self._screen, *size) if (mark := _mark(action))]
         return (sha, marks) if marks else ("", [])
 
+    def _foreign(self, path: Path, sha256: str) -> str:
+        """Why a picture outside of the run's folder is not shown: a folder that a stranger made may name any, but knows no hash of
+        it. Empty when it is shown."""
+        if path.resolve().is_relative_to(self._root):
+            return ""
+        try:
+            same = hashlib.sha256(content(path, MOST_BYTES)).hexdigest() == sha256
+        except (OSError, ValueError) as error:
+            return f"{path}: {error}"
+        return "" if same else f"{path} is not the picture that the run showed"
+
     def _add(self, entries: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
         """Their hashes, in order."""
         for entry in entries:
             if entry["sha256"] not in self.images:
                 path, tint = (folder / entry["file"], self.tint) if "file" in entry else (Path(entry["path"]), 0.0)
-                self.images[entry["sha256"]] = {"name": f"i{len(self.images)}", **self._picture(path, tint)}
+                found = {"why": why} if (why := self._foreign(path, entry["sha256"])) else self._picture(path, tint)
+                self.images[entry["sha256"]] = {"name": f"i{len(self.images)}", **found}
         return [entry["sha256"] for entry in entries]
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,8 @@ from rayloop.view.reader import Record
 from rayloop.view.strips import cut
 from rayloop.view.words import span
 from rayloop.web import addressed, bearer
+
+logger = logging.getLogger(__name__)
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; img-src 'self'; style-src 'self'; script-src 'self'; connect-src 'self'; "
@@ -117,7 +120,12 @@ def guard(token: str, refused: Callable[[Request, Exception], Response]) -> Call
             response = RedirectResponse(str(request.url.remove_query_params("token")), 303)
             response.set_cookie(cookie, token, httponly=True, samesite="lax")
         elif not token or fits(request.cookies.get(cookie, "")) or fits(bearer(request.scope).decode(errors="replace")):
-            response = await go_on(request)
+            try:
+                response = await go_on(request)
+            except Exception as error:  # else an answer without HEADERS
+                logger.exception("%s failed", request.url.path)
+                why = f"This page cannot be shown: {type(error).__name__}. The console's output says more."
+                response = refused(request, HTTPException(500, why))
         else:
             response = refused(request, HTTPException(401, "Open the address with ?token= that the console printed."))
         for name, value in HEADERS.items():

@@ -11,19 +11,20 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-import yaml
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayloop.config.explain import defaults
 from rayloop.core.failures import RayloopError
-from rayloop.data.images import FORMATS, ORIENTATION
+from rayloop.core.files import content, regular
+from rayloop.data.images import FORMATS, MOST_BYTES, ORIENTATION
 from rayloop.judge.api import JudgeVersion
 from rayloop.judge.calibrate import CALIBRATION
 from rayloop.judge.transport import ConnectionSettings, JudgeConnection
 from rayloop.measure.controls import verdict
 from rayloop.run.config import RunConfig
-from rayloop.run.folder import RunFolder
+from rayloop.run.folder import RunFolder, configuration
+from rayloop.run.place import own_copy
 from rayloop.view.charts import charts, drawn, is_constant
 from rayloop.view.index import EpisodeIndex
 from rayloop.view.page import ROUTINE, held_out, held_out_scores, ledger
@@ -37,6 +38,8 @@ URGENT, ALARMS = ("alarm", "failed", "stalled"), 3
 """Events that the overview shows first, and how many of them."""
 ROWS = 50
 """Rows of a table; the rest is on further pages."""
+FURTHEST = 2**31
+"""Where a table can begin."""
 STEPS = 24
 """Newest steps that the overview shows one by one."""
 BEAT = 10
@@ -65,12 +68,13 @@ class Console:
         data = folder.configuration.get("data") or {}
         files = [Path(data[name]) for name in ("train", "eval") if isinstance(data.get(name), str)]
         self.roots = [root.resolve() for root in dict.fromkeys((folder.path, *(file.parent for file in files)))]
-        """Folders whose pictures are shown: the run's own, and those of its data files."""
+        """Folders whose pictures are shown: all of the run's own, and of those of its data files what a page has shown."""
+        self._shown, self._began = set[Path](), time.time()
 
     def stamp(self) -> str:
         """Another text whenever a page may have changed."""
         run = self.folder
-        found: list[Any] = [int(time.time() / BEAT) if run.lock.holder() else None]
+        found: list[Any] = [self._began, int(time.time() / BEAT) if run.lock.holder() else None]
         for path in (run.metrics.path, run.events.path, run.config, run.rollouts.path, run.evaluations.path, self.index.path):
             with suppress(OSError):
                 found.append((path.name, path.stat().st_mtime_ns, path.stat().st_size))
@@ -128,13 +132,13 @@ class Console:
     def rollouts(self, asked: Asked) -> Record:
         """Episodes, or groups, that fit what was ``asked``: filters of the index, ``view``, ``order``, ``start``."""
         self.index.update(seconds=0.1)
-        groups, start = asked.get("view") != "episodes", int(asked.get("start") or 0)
+        groups, start = asked.get("view") != "episodes", _start(asked)
         total, rows = self.index.search(asked, asked.get("order", ""), groups, start, ROWS)
         return {"asked": dict(asked), "rows": rows, "groups": groups, "start": start, "total": total, **self.index.state()}
 
     def evaluations(self, asked: Asked) -> Record:
         """Held-out scores, controls, and the tasks of two evaluations (``before``, ``after``) side by side, largest loss first."""
-        events, steps, start = self.happened.records(), list(self.folder.evaluations.files()), int(asked.get("start") or 0)
+        events, steps, start = self.happened.records(), list(self.folder.evaluations.files()), _start(asked)
         chosen = [int(asked.get(name) or steps[place]) for name, place in (("before", 0), ("after", -1)) if steps]
         pairs = answers(self.folder, *chosen) if chosen and set(chosen) <= set(steps) else []
         pairs.sort(key=lambda pair: (pair[-1]["reward"] or 0.0) - (pair[0]["reward"] or 0.0))
@@ -158,10 +162,11 @@ class Console:
         run, other = self.folder.path, asked.get("other", "")
         others = {path.parent.name: path for path in sorted(run.parent.glob("*/config.yaml")) if path.parent != run}
         others |= {path.name: path for path in sorted(run.glob("config.yaml.*"))}
+        others = {name: path for name, path in others.items() if not path.is_symlink()}  # it may lead to any file
         if other and other not in others:
             raise Absent(f"{other} is neither a run beside this one nor an earlier attempt of it")
         mine = flat(self.folder.configuration)
-        theirs = flat(yaml.safe_load(others[other].read_text(encoding="utf-8"))) if other else mine
+        theirs = flat(configuration(others[other])) if other else mine
         if other:
             rows = [(key, mine.get(key), theirs.get(key)) for key in sorted(mine.keys() | theirs.keys())]
             return {"rows": [row for row in rows if row[1] != row[2]], "others": list(others), "other": other}
@@ -171,7 +176,7 @@ class Console:
 
     def events(self, asked: Asked) -> Record:
         """Events, the newest first: of one ``kind``, or all but the routine of training."""
-        kind, start, records = asked.get("kind", ""), int(asked.get("start") or 0), self.happened.records()
+        kind, start, records = asked.get("kind", ""), _start(asked), self.happened.records()
         fits = [e for e in reversed(records) if (e["event"] == kind if kind else e["event"] not in ("trained", "checkpoint"))]
         kinds = sorted({event["event"] for event in records})
         return {"kinds": kinds, "asked": {"kind": kind}, "rows": fits[start : start + ROWS], "start": start, "total": len(fits)}
@@ -183,12 +188,16 @@ class Console:
         return {
             "source": source,
             "calibrated": calibrated(self.folder.path.with_name(CALIBRATION)),
-            "now": asyncio.run(judge_now(source.get("with") or {})) if self.folder.lock.holder() else {},
+            "now": asyncio.run(judge_now(source.get("with") or {})) if self._own() else {},
             "newest": newest,
             "records": [record for group in members(self.folder, newest).values() for record in group][:ROWS],
             "scores": next(iter(self.metrics.records()[-1:]), {}),
             "events": [event for event in reversed(events) if event["event"] in ("unscored", "grader_error")][:ROWS],
         }
+
+    def _own(self) -> bool:
+        """Whether it is a live run of this user: the settings of any other may name a judge, and a file of ours as its key."""
+        return self.folder.lock.holder() is not None and own_copy(self.folder.cluster).exists()
 
     def _picture(self, path: Path, tint: float) -> Record:
         """Where the page finds the picture, and its size; why not, for one that lies elsewhere or is none."""
@@ -200,15 +209,16 @@ class Console:
             width, height, _ = _look(path)
         except BROKEN as error:
             return {"why": f"{path}: {error}"}
+        self._shown.add(path)
         return {"width": width, "height": height, "uri": f"/picture/{place}/{quote(str(path.relative_to(self.roots[place])))}"}
 
     def picture(self, place: int, name: str) -> tuple[bytes, str]:
         """A picture below a root, without its tint, and its media type. Raises Absent for anything else."""
         with suppress(*BROKEN, IndexError):
             path = (self.roots[place] / name).resolve(strict=True)
-            if path.is_relative_to(self.roots[place]):
+            if path.is_relative_to(self.roots[place]) and (place == 0 or path in self._shown):
                 *_, kind = _look(path)
-                data, tint = path.read_bytes(), 0.0 if place else self.tint
+                data, tint = content(path, MOST_BYTES), 0.0 if place else self.tint
                 return (shrunk(data, tint), "image/webp") if tint or len(data) > LARGE else (data, kind)
         raise Absent(f"{name} is no picture of this run")
 
@@ -273,9 +283,14 @@ def flat(value: Any, path: str = "") -> dict[str, str]:
     return {path: json.dumps(value, ensure_ascii=False, default=str)}
 
 
+def _start(asked: Asked) -> int:
+    """From which row on a table is shown. Raises ValueError."""
+    return min(max(int(asked.get("start") or 0), 0), FURTHEST)
+
+
 def _look(path: Path) -> tuple[int, int, str]:
     """Width and height as shown, and the media type. Raises one of ``BROKEN`` when it is no picture, or too large."""
-    with Image.open(path, formats=FORMATS) as image:
+    with regular(path) as file, Image.open(file, formats=FORMATS) as image:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise ValueError(f"{width}x{height} pixels, the limit is {MAX_PIXELS}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -19,6 +20,7 @@ from fastapi.testclient import TestClient
 from rayloop.core import events, incidents
 from rayloop.judge.calibrate import CALIBRATION
 from rayloop.run.folder import RunFolder
+from rayloop.run.place import findable
 from rayloop.serve_apps.console.app import HEADERS, PAGES, web
 from tests.support.pictures import picture
 from tests.unit.view.test_strips import Tags
@@ -254,10 +256,16 @@ def answering(answers: dict[str, tuple[int, str]]) -> Iterator[str]:
             server.shutdown()
 
 
+@contextmanager
+def own_live_run(root: Path) -> Iterator[RunFolder]:
+    with RunFolder(root, "run").acquired() as live, findable(live.cluster, "127.0.0.1:1", "x"):
+        yield live
+
+
 @pytest.mark.parametrize("ready", [(200, "{}"), (503, json.dumps({"ready": False, "failing": {"canary": "<i>judged wrong</i>"}}))])
 def test_the_judge_of_a_live_run_is_asked_how_it_is(tmp_path: Path, ready: tuple[int, str]) -> None:
     answers = {"/version": (200, json.dumps(VERSION)), "/metrics": (200, METRICS), "/readyz": ready}
-    with answering(answers) as url, RunFolder(tmp_path, "run").acquired() as live, served(live) as client:
+    with answering(answers) as url, own_live_run(tmp_path) as live, served(live) as client:
         settings = {"judge": {"url": url, "breaker_failures": 3}, "metrics_port": int(url.rpartition(":")[2])}
         live.write_config(yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward", "with": settings}}}))
         html = client.get("/judge").text
@@ -272,7 +280,7 @@ def test_the_judge_of_a_live_run_is_asked_how_it_is(tmp_path: Path, ready: tuple
 
 
 def test_a_judge_that_is_gone_or_set_wrongly_is_no_fault_of_the_page(tmp_path: Path) -> None:
-    with RunFolder(tmp_path, "run").acquired() as live, served(live) as client:
+    with own_live_run(tmp_path) as live, served(live) as client:
         for judge, why in (
             ({"url": "http://127.0.0.1:9"}, "127.0.0.1:9"),
             ({"url": "nonsense"}, "url"),
@@ -336,19 +344,23 @@ def test_a_picture_beside_the_data_is_shown_and_one_elsewhere_is_not(tmp_path: P
     from tests.unit.view.test_strips import member
 
     (tmp_path / "data").mkdir()
-    for name in ("data/a.png", "b.png"):
-        (tmp_path / name).write_bytes(picture(60, 40))
+    for side, name in enumerate(("data/a.png", "b.png", "data/c.png"), start=60):
+        (tmp_path / name).write_bytes(picture(side, 40))
     with RunFolder(tmp_path, "run").acquired() as made:
         made.write_config(f"data: {{train: {tmp_path}/data/rows.jsonl}}\n")
-        records = [member(0), member(1)]
-        for record, name in zip(records, ("data/a.png", "b.png"), strict=True):
-            image = {"sha256": name[-5] * 64, "width": 60, "height": 40, "path": str(tmp_path / name)}
+        records = [member(0), member(1), member(2)]
+        for record, name in zip(records, ("data/a.png", "b.png", "data/c.png"), strict=True):
+            sha256 = "0" * 64 if name == "data/c.png" else hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+            image = {"sha256": sha256, "width": 60, "height": 40, "path": str(tmp_path / name)}
             object.__setattr__(record, "images", (image,))
         made.rollouts.write(1, records, {})
     with served(made) as client:
-        shown, hidden = (client.get(f"/step/1/group/1/sample/{sample}").text for sample in (0, 1))
+        assert client.get("/picture/1/c.png").status_code == 404, "no page has shown it"
+        shown, hidden, other = (client.get(f"/step/1/group/1/sample/{sample}").text for sample in (0, 1, 2))
         assert client.get(re.findall(r'href="(/picture/[^"]+)"', shown)[0]).headers["content-type"] == "image/png"
+        assert client.get("/picture/1/c.png").status_code == 404
     assert "lies neither in the run&#39;s folder nor beside its data" in hidden
+    assert "is not the picture that the run showed" in other, "who made the folder does not know what is in it"
 
 
 def test_two_runs_are_compared_and_no_file_elsewhere_is_read(folder: RunFolder) -> None:
