@@ -77,7 +77,7 @@ def leaks(train: Checked, held_out: Checked) -> int:
     if same:
         print(f"{held_out.path}: {len(same)} held-out rows are trained on: {_some(same)}. Leave them out of one of the files")
     elif images:
-        print(f"warning: {len(images)} images of {held_out.path} are trained on, with other questions: {_some(images)}")
+        print(f"warning: {len(images)} images of {held_out.path} are trained on, with other questions or columns: {_some(images)}")
     return len(same)
 
 
