@@ -22,6 +22,8 @@ from rayloop.run.preflight import lasting
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
+KEYS = (".key", ".pem", ".p12", ".token")
+"""How files that hold a secret end: those that this package makes, and others."""
 LEFT_OUT = ("runs", "checkpoints", "wandb", "node_modules", "build", "dist")
 """Folders, wherever they are, that hold data and not code. So are hidden ones, environments and caches."""
 LIMIT = 200 * 2**20
@@ -77,8 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def pack(folder: Path, package: Path) -> Path:
-    """A zip of all that git does not ignore; without git, of all but data and caches. Raises ConfigError above LIMIT bytes."""
+    """A zip of all that git does not ignore; without git, of all but data and caches. Keys, and what links lead to elsewhere, stay
+    here. Raises ConfigError above LIMIT bytes."""
     files = [file for file in _files(folder) if not _is_data(file)]
+    kept = [file for file in files if file.suffix in KEYS or not (folder / file).resolve().is_relative_to(folder.resolve())]
+    if kept:
+        print(f"not sent, since they are keys or links that lead elsewhere: {', '.join(map(str, kept[:5]))}", flush=True)
+        files = [file for file in files if file not in kept]
     with zipfile.ZipFile(package, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for file in files:
             # A fixed time stamp: Ray recognises a package that it has by its hash.

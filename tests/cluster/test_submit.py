@@ -44,6 +44,26 @@ def test_a_package_holds_code_and_no_data(tmp_path: Path) -> None:
     assert packed(folder) == {"a/b.py", "c.yaml", "new.py"}, "what git does not ignore, whether it is tracked or not"
 
 
+@pytest.mark.parametrize("versioned", [True, False])
+def test_keys_and_what_links_lead_to_elsewhere_stay_here(
+    versioned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, outside = tmp_path / "checkout", tmp_path / "home"
+    for name in ("checkout/runs", "checkout/code", "home"):
+        (tmp_path / name).mkdir(parents=True)
+    if versioned:
+        subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    for file in (folder / "judge.key", folder / "code/server.pem", folder / "code/a.py", outside / "id_secret", outside / "b.py"):
+        file.write_text("text", encoding="utf-8")
+    (folder / "id").symlink_to(outside / "id_secret")
+    (folder / "b.py").symlink_to("../home/b.py")
+    (folder / "elsewhere").symlink_to(outside)
+    (folder / "c.py").symlink_to("code/a.py")
+    with zipfile.ZipFile(pack(folder, tmp_path / "package.zip")) as package:
+        assert sorted(package.namelist()) == ["c.py", "code/a.py"]
+    assert "judge.key" in capsys.readouterr().out
+
+
 def test_an_unchanged_checkout_makes_the_same_package(tmp_path: Path) -> None:
     folder = tmp_path / "checkout"
     files(folder, "a.py")
