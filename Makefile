@@ -137,6 +137,8 @@ $(VENV_ADAPTERS)/.adapters: $(SPEC) constraints-adapters.txt
 	.venv-verifiers/bin/python -m pip install -q verifiers -c constraints-adapters.txt
 	test -x .venv-openenv/bin/python || $(PYTHON) -m venv .venv-openenv
 	.venv-openenv/bin/python -m pip install -q openenv pillow -c constraints-adapters.txt
+	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install -q langchain langchain-openai openai-agents "pydantic-ai-slim[openai]" -c constraints-adapters.txt
 	test -x .venv-trackio/bin/python || $(PYTHON) -m venv .venv-trackio
 	.venv-trackio/bin/python -m pip install -q trackio pydantic pyyaml -c constraints-adapters.txt
 	test -x .venv-browsergym/bin/python || $(PYTHON) -m venv .venv-browsergym

@@ -15,6 +15,8 @@ import pytest
 
 from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
+from rayloop.core.groups import Scored
+from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import (
     Completion,
     FinishReason,
@@ -30,6 +32,7 @@ from rayloop.core.types import (
 from rayloop.envs.episode import play
 from rayloop.envs.instance import Environments
 from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
+from rayloop.rewards.environment_result import EnvironmentResult
 from tests.support.models import digits_model as digits_model
 from tests.support.models import picture_model as picture_model
 from tests.support.runs import ROOT, Run, eventually, finished, settings
@@ -58,6 +61,13 @@ def played(given: Mapping[str, Any], row: Mapping[str, Any], says: Callable[[str
             environments.end()
 
     return asyncio.run(episode())
+
+
+def scored(made: Trajectory) -> float:
+    """What the episode is paid; that nothing left it out."""
+    outcome = EnvironmentResult().score(made, Task("t", ()), ScoreContext(0, []))
+    assert isinstance(outcome, Scored), (made.end_reason, outcome)
+    return outcome.value
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 
 from rayloop.core.failures import EnvironmentFailed, EnvironmentHung
 from rayloop.core.types import EndReason
-from tests.adapters.conftest import Train, played
+from tests.adapters.conftest import Train, played, scored
 from tests.envs.programs import needs
 from tests.support import hostile_turns
 from tests.support.runs import ROOT
@@ -112,8 +112,7 @@ def test_hostile_answers_are_scored() -> None:
     left = [*hostile_turns.moves()[::6], *hostile_turns.texts(6)[::12]][::-1]
     while left:
         before = len(left)
-        made = played(kind(), row("enter-text", steps=8), lambda _: left.pop() if left else "done")
-        assert made.env_result is not None
+        scored(played(kind(), row("enter-text", steps=8), lambda _: left.pop() if left else "done"))
         assert len(left) < before
 
 

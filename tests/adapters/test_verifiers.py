@@ -10,7 +10,7 @@ import pytest
 
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.types import EndReason
-from tests.adapters.conftest import Train, played
+from tests.adapters.conftest import Train, played, scored
 from tests.support import hostile_turns
 from tests.support.runs import ROOT
 
@@ -56,7 +56,7 @@ def test_hostile_answers_are_scored_and_a_judge_that_is_away_is_not() -> None:
     ends = Counter[EndReason]()
     for text in texts:
         made = played(KIND, contract, lambda _, text=text: text)  # type: ignore[misc]
-        assert made.env_result is not None
+        scored(made)
         ends[made.end_reason] += 1
     assert set(ends) == {EndReason.DONE, EndReason.ACTION_ERROR}, ends
     with pytest.raises(EnvironmentFailed, match="the judge is away"):
