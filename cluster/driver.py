@@ -78,7 +78,7 @@ class Driver:
         self.reference = RefreshedReference(config.reference.refresh_every, reporter.folder.path)
         self.saving = Saving(
             self.checkpoints, reporter.event, beside=config.checkpoint.asynchronous, timeout=config.policy.step_timeout,
-            beforehand=self.reference.keep,
+            beforehand=self.reference.keep, stopping=self.stopping,
         )  # fmt: skip
         self.history = FailureHistory(config.environment)
         self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter, self.history)
@@ -124,8 +124,8 @@ class Driver:
         """Start, run, and rebuild a lost policy. Returns the last step's summary; raises a RayloopError, Preempted after a stop."""
         try:
             logs = self.reporter.folder.path / "logs"
-            emit, phase = self.reporter.event, lambda: self.timings.phase
-            async with background(watch(self.config.recovery, phase, emit, logs), watch_liveness(emit)):
+            emit, phase, recovery = self.reporter.event, lambda: self.timings.phase, self.config.recovery
+            async with background(watch(recovery, phase, emit, logs), watch_liveness(emit, recovery.health_timeout)):
                 await until_stopped(self.stopping, self.services.start(self.weight_sync.admit))
                 await self.run_and_rebuild()
             if self.owes_evaluation:
@@ -356,8 +356,11 @@ class Driver:
 
     @timed("save_checkpoint")
     async def checkpoint(self, last: bool = False) -> None:
-        """When due, or when this was the ``last`` step. A failed save is reported and tried again at the next step."""
-        c, last = self.config.checkpoint, last or self.stopping.is_set() or self.done
+        """When due, or when this was the ``last`` step. A failed save is reported and tried again (``Saving.save``)."""
+        c, ends = self.config.checkpoint, last or self.stopping.is_set()
+        last = ends or self.done
+        # A run that is to end has half of its grace for storage that refuses, and the other half for a save.
+        patience = self.config.preemption.grace / 2 if ends else self.config.recovery.start_timeout
         await self.saving.settle(wait=last)
         best = self.config.evaluation.patience is not None and self.reporter.is_best(self.step)
         due = last or best or self.saving.failed or self.step % c.every == 0
@@ -365,7 +368,7 @@ class Driver:
             return
         ours = about(self.config, self.hashes, len(self.rollouts.dataset))
         state = partial(capture, self.state, self.rollouts.lose, self.config.policy.step_timeout)
-        await self.saving.save(SavedStep(self.version, state, ours, best, last), self.services.policy)
+        await self.saving.save(SavedStep(self.version, state, ours, best, last, patience), self.services.policy)
 
     # The driver's part of a checkpoint (docs/algorithm.md, section 12) ---------------------------------------------
 

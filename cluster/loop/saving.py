@@ -20,29 +20,37 @@ from rayloop.core.types import TrajectoryId, Version
 from rayloop.rollout.plain import HeldValue, Plain, filled, held
 from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, complete
 
+RETRY = 5.0
+"""Seconds between two tries to save while training waits for the storage."""
+
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A step to save: the driver's part, what goes into the marker, whether it is kept, and whether it is the last attempt."""
+    """A step to save: the driver's part, what goes into the marker, whether it is kept, and whether no step follows. ``patience``:
+    seconds of failures in a row after which storage that refuses is given up."""
 
     version: Version
     state: Callable[[], Awaitable[Any]]
     about: Mapping[str, Any]
     best: bool
     last: bool
+    patience: float
 
 
 class Saving:
-    """``saved``: what was saved last. ``failed``: saves in a row that could not be written."""
+    """``saved``: what was saved last. ``failed``: saves in a row that could not be written, the last one because of ``trouble``."""
 
     def __init__(
         self, store: CheckpointStore, emit: Callable[[Event, int], None], *, beside: bool, timeout: float,
-        beforehand: Callable[[Path], None] = lambda folder: None,
+        beforehand: Callable[[Path], None] = lambda folder: None, stopping: asyncio.Event | None = None,
     ) -> None:  # fmt: skip
         """``beside``: training goes on meanwhile. ``timeout``: seconds that one save may take. ``beforehand`` puts something of its
-        own into each checkpoint's folder, before training goes on."""
+        own into each checkpoint's folder, before training goes on. ``stopping``: set when the run is asked to end."""
         self.saved: tuple[Version, Checkpoint] | None = None
         self.failed = 0
+        self.trouble: CheckpointError | None = None
+        self._failing_since = 0.0
+        self._stopping = stopping or asyncio.Event()
         self._store, self._emit, self._beside, self._timeout = store, emit, beside, timeout
         self._beforehand = beforehand
         self._under_way: asyncio.Task[None] | None = None
@@ -71,15 +79,31 @@ class Saving:
         return self.saved is not None and self.saved[0] == version and complete(self.saved[1].folder) is not None
 
     async def save(self, step: SavedStep, policy: PolicyGroup) -> None:
-        """Save a step. Returns when the ranks may go on; for the last step, when it is on disk. A save that fails is recorded.
-        Raises CheckpointError at the last step or after ``FAILED_SAVES`` failures; another error now or from ``settle``."""
+        """Save a step. Returns when the ranks may go on; for the last step, when it is on disk.
+
+        A save that fails is recorded, and tried again at the next step. After ``FAILED_SAVES`` of them, and for the last step,
+        training waits here while it is tried again: storage that comes back is worth more than steps that would be lost. Raises
+        its CheckpointError ``step.patience`` seconds after the first failure; another error now or from ``settle``."""
         await self.settle()
+        while True:
+            waits = step.last or self.failed >= FAILED_SAVES
+            await self._begin(step, policy, beside=self._beside and not waits)
+            if self.trouble is None or not waits:
+                return
+            if time.monotonic() - self._failing_since >= step.patience:
+                raise self.trouble
+            await with_deadline(2 * RETRY, asyncio.sleep(RETRY), "the storage of the checkpoints")
+            if self._stopping.is_set() and not step.last:
+                return  # the end of the run tries once more
+
+    async def _begin(self, step: SavedStep, policy: PolicyGroup, *, beside: bool) -> None:
+        """Begin to save. Returns when the ranks may go on: with ``beside`` when they have copied what they write."""
         copied = asyncio.Event()
-        self._under_way = asyncio.create_task(self._write(step, policy, copied))
+        self._under_way = asyncio.create_task(self._write(step, policy, copied if beside else None))
         self._under_way.add_done_callback(lambda _: copied.set())
-        if self._beside and not step.last:
+        if beside:
             await copied.wait()
-        await self.settle(wait=not self._beside or step.last)
+        await self.settle(wait=not beside)
 
     async def settle(self, *, wait: bool = True) -> None:
         """Return when nothing is being written; without ``wait`` at once. Raises the error of the save that has ended."""
@@ -96,9 +120,10 @@ class Saving:
             self._under_way.cancel()
             await asyncio.wait({self._under_way}, timeout=self._timeout)
 
-    async def _write(self, step: SavedStep, policy: PolicyGroup, copied: asyncio.Event) -> None:
+    async def _write(self, step: SavedStep, policy: PolicyGroup, copied: asyncio.Event | None) -> None:
+        """``copied`` is set when the ranks may go on; None: they wait."""
         began, number = time.monotonic(), step.version.step
-        write = partial(policy.save_beside, copied=copied) if self._beside and not step.last else policy.save
+        write = policy.save if copied is None else partial(policy.save_beside, copied=copied)
 
         async def trainer(folder: str) -> Mapping[str, Checksum]:
             await asyncio.to_thread(self._beforehand, Path(folder).parent)
@@ -107,12 +132,13 @@ class Saving:
         try:
             saved = await self._store.save(number, await step.state(), trainer, step.about, best=step.best)
         except CheckpointError as error:
-            self.failed += 1
-            self._emit(incidents.CheckpointFailed(self.failed, why=str(error)), number)
-            if self.failed > FAILED_SAVES or step.last:
-                raise
+            if not self.failed:
+                self._failing_since = began
+            self.failed, self.trouble = self.failed + 1, error
+            if self.failed <= FAILED_SAVES + 1:  # what follows is the same every few seconds
+                self._emit(incidents.CheckpointFailed(self.failed, why=str(error)), number)
             return
-        self.failed, self.saved = 0, (step.version, saved)
+        self.failed, self.trouble, self.saved = 0, None, (step.version, saved)
         self._emit(events.CheckpointEvent(saved.folder.name, round(time.monotonic() - began, 3)), number)
 
 

@@ -24,7 +24,7 @@ from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.services import actor_name
 from rayloop.cluster.session import metrics_ports, session
 from rayloop.cluster.stages.evaluate import config_hash
-from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch, watched
+from rayloop.cluster.supervision.watchdog import ASKED, HeadGone, HeadWatch, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen, WorkerLost
@@ -39,6 +39,7 @@ from rayloop.run.demand import bundles, store, total
 from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import ResumeRefused, dated, identity, pinned
 from rayloop.run.identity import check as check_fit
+from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.place import findable, namespace
 from rayloop.run.reporter import failure
 from rayloop.view.pictures import draw_or_emit
@@ -50,8 +51,9 @@ POLL = 0.5
 CONCURRENCY = 10_000
 """Coroutines of the driver: one per episode in flight, and the calls of the environment actors."""
 
-ANSWER, SILENT = 30.0, 10.0
-"""Seconds for the driver's first and last answer, and those after which one that does not answer in between is reported."""
+ANSWER, SILENT, LIVE = 30.0, 10.0, 5.0
+"""Seconds for the driver's first and last answer; those after which one that does not answer in between is reported; and those
+in which its thread for questions must then show that the process runs."""
 Check = Callable[[], None]
 
 
@@ -148,7 +150,7 @@ def _run(
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
                 check()
-                return _follow(driver, progress, config.recovery.stall_timeout, until, origin, folder, head)
+                return _follow(driver, progress, config.recovery, until, origin, folder, head)
         except HeadGone as gone:
             raise _without_head(gone, until, origin) from None
         except RayTaskError as error:
@@ -191,12 +193,14 @@ def _never() -> float:
 
 
 def _follow(
-    driver: Handle[DriverActor], progress: Progress, silence: float, until: Callable[[], float], origin: Origin,
+    driver: Handle[DriverActor], progress: Progress, recovery: RecoverySettings, until: Callable[[], float], origin: Origin,
     folder: RunFolder, head: HeadWatch,
 ) -> dict[str, Any]:  # fmt: skip
-    """Show the driver's reports until it ends. Returns its result; raises its error, RunTaken, HeadGone, WorkerLost when it does
-    not answer for ``silence`` seconds, and NotSaved when it has not ended at the time ``until`` (``time.monotonic``)."""
+    """Show the driver's reports until it ends. Returns its result; raises its error, RunTaken, HeadGone, WorkerLost when its
+    process gives no sign of life for ``health_timeout`` seconds or its loop for ``stall_timeout``, and NotSaved when it has not
+    ended at the time ``until`` (``time.monotonic``)."""
     running, seen, answered, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER
+    up, frozen, questions = False, 0.0, 0
     while True:
         folder.lock.check()
         head.check()
@@ -205,12 +209,21 @@ def _follow(
         try:
             seen, updates, doing = ray.get(submit(driver, DriverActor.updates, seen), timeout=patience)
             answered, due = time.monotonic(), SILENT
+            up, frozen, questions = True, 0.0, 0
         except GetTimeoutError:
             updates, doing = [], "waiting for the driver"
-            if (silent := time.monotonic() - answered) > silence:
+            silent = time.monotonic() - answered
+            # A driver that is still being started is no frozen one. What is counted is what was waited: the time that has passed
+            # may be that of this process's own stop (Ctrl-Z), and the driver's answers are only late then.
+            if up and not _lives(driver, min(LIVE, max(POLL, until() - time.monotonic()))):
+                frozen, questions = frozen + patience + LIVE, questions + 1
+            else:
+                frozen, questions = 0.0, 0
+            left = recovery.health_timeout - frozen if frozen else recovery.stall_timeout - silent
+            if left <= 0 and (not frozen or questions >= ASKED):
                 raise WorkerLost(f"the driver has not answered for {silent:.0f} s") from None
             if silent > due:
-                event = incidents.DriverSilent(round(silent, 1), left=round(silence - silent, 1))
+                event = incidents.DriverSilent(round(silent, 1), left=round(max(0.0, left), 1))
                 progress.note(describe(event.record()))
                 write = threading.Thread(target=folder.events.beside, args=(event.record(),), daemon=True)
                 write.start()  # storage that hangs must not hold up this process too
@@ -235,6 +248,12 @@ def _follow(
         if ended:
             result: dict[str, Any] = ray.get(running)
             return result
+
+
+def _lives(driver: Handle[DriverActor], within: float) -> bool:
+    """Whether the driver's process runs, even if its loop is held up: an actor has a thread for questions (actors/base.py)."""
+    answered, _ = ray.wait([submit(driver, DriverActor.host)], timeout=within)
+    return bool(answered)
 
 
 @contextmanager

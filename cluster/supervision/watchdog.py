@@ -4,6 +4,7 @@ Without its head, Ray ends the process after a while. A head that was started ag
 import asyncio
 import itertools
 import logging
+import math
 import os
 import re
 import socket
@@ -33,6 +34,13 @@ LOOK = 1.0
 """Seconds between two looks."""
 ANSWER = 5.0
 """Seconds that an actor, or the head, has to answer. A process that is stopped, or holds the interpreter's lock, cannot."""
+ASKED = 2
+"""Questions at least that an actor leaves unanswered before it is given up: the process that asks may have been stopped itself.
+
+They are asked of a thread that does nothing else, so it answers during a step, however long that is: torch's operations,
+collectives and waits for a GPU release the interpreter's lock. What holds it, or stops every thread, takes seconds: pickling a
+large object, the import of a library from slow storage, pages that come back from swap. ``recovery.health_timeout`` (30 s)
+is the patience that idle actors get for the same; where pages or libraries need longer, it must be raised for both."""
 SHOWN = 8
 """Waits that a report names, the oldest first."""
 LATE, ROUND = 4.0, 4.0
@@ -61,10 +69,11 @@ async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit
         due = 2 * due
 
 
-async def watch_liveness(emit: Emit) -> None:
-    """Emit ``Silent`` once for each awaited actor that answers nothing, and again only after it answered. An actor answers while it
-    computes (``GROUPS`` of actors/base.py). An actor that is still starting is not asked."""
-    reported: set[Handle[Actor]] = set()
+async def watch_liveness(emit: Emit, patience: float = math.inf) -> None:
+    """Emit ``Silent`` once for each awaited actor that answers nothing, and again only after it answered; after ``patience``
+    seconds of that it is given up (``Waits.give_up``). An actor answers while it computes (``GROUPS`` of actors/base.py). An
+    actor that is still starting is not asked."""
+    asked = dict[Handle[Actor], int]()
     while True:
         await asyncio.sleep(ROUND)
         waits = sorted(WAITS.open.values(), key=lambda wait: wait.since, reverse=True)
@@ -72,10 +81,14 @@ async def watch_liveness(emit: Emit) -> None:
         oldest = {wait.actor: wait for wait in late if wait.actor is not None}
         there = await asyncio.gather(*(_answers(actor) for actor in oldest))
         silent = {actor: wait for (actor, wait), here in zip(oldest.items(), there, strict=True) if not here}
+        asked = {actor: asked.get(actor, 0) + 1 for actor in silent}
         for actor, wait in silent.items():
-            if actor not in reported:
+            if asked[actor] == 1:
                 emit(incidents.Silent(_name(wait.what), round(time.monotonic() - wait.since, 1), awaited=wait.what))
-        reported = set(silent)
+            # The time that was waited, which is not what has passed: this process may have been stopped meanwhile.
+            quiet = asked[actor] * (ROUND + ANSWER) - ROUND
+            if asked[actor] >= ASKED and quiet >= patience:
+                WAITS.give_up(actor, f"gave no sign of life for {quiet:.0f} s: its process or machine is stopped or hangs")
 
 
 async def _answers(actor: Handle[Actor]) -> bool:

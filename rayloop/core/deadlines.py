@@ -14,15 +14,18 @@ from rayloop.core.types import Summary
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Awaited:
-    """``what`` names the call and its task, ``actor`` is the handle that should answer; ``starts``: its process is being made."""
+    """``what`` names the call and its task, ``actor`` is the handle that should answer; ``starts``: its process is being made.
+    ``limit`` ends the wait, for which ``why`` is then the reason."""
 
     what: str
     since: float
     actor: Any = None
     counts: bool = True
     starts: bool = False
+    limit: asyncio.Timeout | None = None
+    why: str = ""
 
 
 class Span(NamedTuple):
@@ -60,6 +63,13 @@ class Waits:
         """The open waits that count, the longest first."""
         return sorted((wait for wait in self.open.values() if wait.counts), key=lambda wait: wait.since)
 
+    def give_up(self, actor: Any, why: str) -> None:
+        """End all waits for ``actor``, which is known to answer none of them: each raises WorkerLost."""
+        for wait in self.open.values():
+            if wait.actor == actor and wait.limit is not None and not wait.limit.expired():
+                wait.why = why
+                wait.limit.reschedule(asyncio.get_running_loop().time())
+
 
 WAITS = Waits()
 
@@ -78,14 +88,21 @@ async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T
 async def with_deadline(
     deadline: float, awaitable: Awaitable[T], what: str, actor: Any = None, *, counts: bool = True, starts: bool = False
 ) -> T:
-    """Await at most ``deadline`` seconds, else raise WorkerLost. Without ``counts`` (health checks) its end is no progress."""
+    """Await at most ``deadline`` seconds, or until ``actor`` is given up (``Waits.give_up``), else raise WorkerLost. Without
+    ``counts`` (health checks) its end is no progress."""
     WAITS.entered += 1
     key = WAITS.entered
-    WAITS.open[key] = Awaited(what, time.monotonic(), actor, counts, starts)
+    wait = Awaited(what, time.monotonic(), actor, counts, starts, why=f"did not answer within {deadline:g} s")
+    WAITS.open[key] = wait
     try:
-        return await bounded(deadline, awaitable, WorkerLost(f"{what} did not answer within {deadline:g} s"))
+        async with asyncio.timeout(deadline) as wait.limit:
+            return await awaitable
+    except TimeoutError as error:
+        if wait.limit is None or not wait.limit.expired():
+            raise
+        raise WorkerLost(f"{what} {wait.why}") from error
     finally:
-        wait = WAITS.open.pop(key)
+        del WAITS.open[key]
         if counts:
             WAITS.moved = time.monotonic()
             WAITS.did(what, wait.since)

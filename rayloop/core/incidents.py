@@ -116,10 +116,11 @@ class EvaluationStopped(Event, by="cluster/driver.py"):
 
 
 class CheckpointFailed(Event, by="cluster/loop/saving.py"):
-    """A checkpoint could not be saved. To do: make room on the disk; it is tried again at the next step."""
+    """A checkpoint could not be saved. It is tried again at the next step; from the fourth failure on training waits for the
+    storage, until `recovery.start_timeout` after the first. To do: make room on the disk, or mount it."""
 
     failures: int
-    """In a row; three are allowed."""
+    """In a row."""
     why: str
 
 
@@ -303,7 +304,7 @@ class DriverLostEvent(Event, by="cluster/stages/train.py"):
 
 
 class Silent(Event, by="cluster/supervision/watchdog.py"):
-    """An actor answers no call: its process or machine is stopped or hangs. It is replaced at the deadline of the awaited call.
+    """An actor answers no call: its process or machine is stopped or hangs. It is replaced after `recovery.health_timeout`.
     Emitted once per silence. To do: look at its process (`python -m rayloop stacks RUN`) and its machine."""
 
     actor: str
@@ -315,8 +316,9 @@ class Silent(Event, by="cluster/supervision/watchdog.py"):
 
 
 class DriverSilent(Event, by="cluster/stages/train.py"):
-    """The driver answers no call: its process or machine is stopped or hangs. It is replaced after `recovery.stall_timeout`. To do:
-    look at its process (`python -m rayloop stacks RUN`) and its machine."""
+    """The driver answers no call: its process or machine is stopped or hangs, and it is replaced after `recovery.health_timeout`;
+    or only its loop waits, for storage that hangs, and it is replaced after `recovery.stall_timeout`. To do: look at its process
+    (`python -m rayloop stacks RUN`), its machine and the storage."""
 
     seconds: float
     """How long an answer has been awaited."""

@@ -27,7 +27,7 @@ ASIDE, DAMAGED = ".tmp", ".damaged"
 """How the names of folders end that are not read."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 FAILED_SAVES = 3
-"""In a row that a run goes on without: a disk that is full for a while costs checkpoints, one that stays full everything since."""
+"""In a row with which training goes on; then it waits for the storage, which may cost everything since the last checkpoint."""
 SEEN = 60.0
 """Seconds after which what a rank wrote must be seen here: a network file system may have kept what it knew of the folder."""
 

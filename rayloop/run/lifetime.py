@@ -153,11 +153,13 @@ class RecoverySettings(SettingsModel):
     """Times an hour that one actor may be replaced; the policy group is rebuilt half as often, a driver restarted a sixth as often.
     Raise it on machines that are taken away often; 0 to see why an actor died."""
     health_timeout: float = Field(30.0, gt=0)
-    """Seconds an idle actor may leave a health check unanswered before it is replaced; a sixth of them lies between two checks.
-    Raise it for busy nodes, and when there are hundreds of actors."""
+    """Seconds an actor, a policy rank or the driver may give no sign of life before it is replaced (they answer while they
+    compute); a sixth of them lies between two checks of idle actors. Raise it for busy or swapping nodes, for libraries on slow
+    storage, and when there are hundreds of actors."""
     start_timeout: float = Field(300.0, gt=0)
-    """Seconds for placing and starting an actor; on GPUs 1,200 with vLLM and SGLang, which compile. Raise it where nodes come late,
-    and for large models on slow storage; the policy's ranks have 600 at least."""
+    """Seconds for placing and starting an actor, and for storage that refuses checkpoints to come back; on GPUs 1,200 with vLLM
+    and SGLang, which compile. Raise it where nodes come late, and for large models on slow storage; the policy's ranks have 600 at
+    least."""
     stall_timeout: float = Field(4500.0, gt=0)
     """Seconds without progress after which the run stops; after 30 s a stall is reported, with stacks. Keep it above the longest
     single call (docs/choosing_settings.md has the order of all durations)."""

@@ -21,6 +21,7 @@ from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
 from rayloop.run.identity import ResumeRefused
+from rayloop.run.lifetime import RecoverySettings
 from rayloop.run.lock import Fence
 from rayloop.run.records.events import EventLog
 from tests.support.runs import settings
@@ -155,7 +156,7 @@ def test_a_driver_that_dies_while_it_is_looked_at_is_asked_no_more(monkeypatch: 
     quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None)
     driver: Any = Driver()
     folder: Any = SimpleNamespace(lock=quiet)
-    assert train._follow(driver, quiet, 9.0, train._never, quiet, folder, quiet) == {"main": "ended"}
+    assert train._follow(driver, quiet, RecoverySettings(), train._never, quiet, folder, quiet) == {"main": "ended"}
 
 
 def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
@@ -173,11 +174,63 @@ def test_a_driver_that_answers_nothing_is_reported_soon_and_given_up_at_last(
     quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None, note=notes.append)
     folder: Any = SimpleNamespace(lock=quiet, events=EventLog(tmp_path / "events.jsonl"))
     with pytest.raises(WorkerLost, match=r"the driver has not answered for \d s"):
-        train._follow(quiet, quiet, 1.0, train._never, quiet, folder, quiet)
+        train._follow(quiet, quiet, RecoverySettings(stall_timeout=1.0), train._never, quiet, folder, quiet)
     first, *others = list(folder.events)
     assert (first["event"], first["seconds"] < 0.9) == ("driver_silent", True)
     assert len(others) < 3, "each is reported after twice that silence"
     assert notes[0].startswith("the driver has not answered for 0 s; it is given up in 1 s")
+
+
+class Asked:
+    """A driver that answers its first ``updates``, and then none. ``lives(n)``: whether its thread for questions answers the
+    n-th one; ``main_ends_after`` so many looks, it has ended well."""
+
+    def __init__(self, lives: Callable[[int], bool], main_ends_after: int = 1000) -> None:
+        self.lives, self.looks, self.questions, self.left = lives, 0, 0, main_ends_after
+
+    def submit(self, driver: Any, method: Any, *_: Any) -> str:
+        return str(method.__name__)
+
+    def get(self, call: str, timeout: float = 0.0) -> Any:
+        if call == "main":
+            return {"steps": 1}
+        self.looks += 1
+        if self.looks == 1:
+            return 0, [], ""
+        raise GetTimeoutError
+
+    def wait(self, calls: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        if calls == ["main"]:
+            self.left -= 1
+            return (calls, []) if self.left < 0 else ([], calls)
+        self.questions += 1
+        return (calls, []) if self.lives(self.questions) else ([], calls)
+
+    def follow(self, monkeypatch: pytest.MonkeyPatch, folder: Path, **recovery: float) -> Any:
+        monkeypatch.setattr(train, "submit", self.submit)
+        monkeypatch.setattr(train, "ray", SimpleNamespace(get=self.get, wait=self.wait))
+        quiet: Any = SimpleNamespace(check=lambda: None, doing=lambda _: None, note=lambda _: None)
+        run: Any = SimpleNamespace(lock=quiet, events=EventLog(folder / "events.jsonl"))
+        return train._follow(quiet, quiet, RecoverySettings(**recovery), train._never, quiet, run, quiet)
+
+
+def test_a_driver_whose_process_is_frozen_is_lost_after_health_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Asked(lives=lambda n: False)
+    with pytest.raises(WorkerLost, match="the driver has not answered"):
+        driver.follow(monkeypatch, tmp_path, health_timeout=30.0)
+    assert driver.questions == 2, "each look and question waits for 15 s"
+
+
+def test_one_unanswered_question_is_not_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that asks may have been stopped itself."""
+    driver = Asked(lives=lambda n: n % 2 == 0, main_ends_after=50)
+    assert driver.follow(monkeypatch, tmp_path, health_timeout=1.0) == {"steps": 1}
+    assert driver.questions > 40
+
+
+def test_a_driver_whose_loop_waits_for_storage_has_until_stall_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Asked(lives=lambda n: True, main_ends_after=50)
+    assert driver.follow(monkeypatch, tmp_path, health_timeout=0.1) == {"steps": 1}
 
 
 def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_the_step(

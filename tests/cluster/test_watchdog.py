@@ -115,6 +115,62 @@ def test_an_awaited_actor_that_answers_nothing_is_reported_once(monkeypatch: pyt
     assert len(reported) == 2
 
 
+def listened(patience: float, monkeypatch: pytest.MonkeyPatch, *awaited: tuple[str, Any, bool]) -> list[str]:
+    """What each wait ended with, beside ``watch_liveness`` with short times: a round of questions takes 0.4 s."""
+    for name in ("LATE", "ROUND", "ANSWER"):
+        monkeypatch.setattr(watchdog, name, 0.2)
+
+    async def one(what: str, actor: Any, starts: bool) -> str:
+        try:
+            return await with_deadline(60.0, asyncio.sleep(4.0, "answered"), what, actor, starts=starts)
+        except WorkerLost as error:
+            return str(error)
+
+    async def run() -> list[str]:
+        listening = asyncio.create_task(watchdog.watch_liveness(lambda event: None, patience))
+        found = await asyncio.gather(*(one(*each) for each in awaited))
+        listening.cancel()
+        return found
+
+    return asyncio.run(run())
+
+
+class Frozen:
+    host = SimpleNamespace(remote=lambda: asyncio.sleep(60))
+
+
+def test_an_actor_that_is_known_to_be_frozen_is_given_up_before_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is awaited of it; not an actor that works for long, nor one that is being made."""
+    frozen = Frozen()
+    found = listened(
+        1.0, monkeypatch, ("train of policy rank 0", frozen, False), ("fetch of policy rank 0", frozen, False),
+        ("train of policy rank 1", LocalActor(Silent()), False), ("start of reward 0", Frozen(), True),
+    )  # fmt: skip
+    assert found[0].startswith("train of policy rank 0 gave no sign of life for 1 s")
+    assert found[1].startswith("fetch of policy rank 0 gave no sign of life for 1 s")
+    assert found[2:] == ["answered", "answered"]
+    assert not WAITS.open
+
+
+def test_an_actor_that_was_silent_for_less_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert listened(9.0, monkeypatch, ("train of policy rank 0", Frozen(), False)) == ["answered"]
+
+
+def test_one_question_without_an_answer_gives_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process may have been stopped between the question and the look at its answer."""
+
+    class Late:
+        asked = 0
+
+        @property
+        def host(self) -> Any:
+            self.asked += 1
+            seconds = 60.0 if self.asked % 2 else 0.0
+            return SimpleNamespace(remote=lambda: asyncio.sleep(seconds))
+
+    assert listened(0.1, monkeypatch, ("train of policy rank 0", Late(), False)) == ["answered"]
+
+
 def test_a_disk_that_refuses_the_stacks_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (event,) = watched(with_deadline(60.0, asyncio.sleep(2.5), "a call"), tmp_path / "nowhere", stall_timeout=15.0)
     assert (event["event"], event["stacks"]) == ("stalled", "")

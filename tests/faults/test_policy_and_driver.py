@@ -83,3 +83,27 @@ def test_the_only_rank_dies(tmp_path: Path, digits_model: Path) -> None:
     counts = made.named("finished")[0]["ledger"]
     ledger_closes(counts)
     fault_table.record((rank,), counts)
+
+
+@pytest.mark.slow_faults
+def test_a_rank_and_then_the_driver_are_frozen(tmp_path: Path, digits_model: Path) -> None:
+    """As by a mount that hangs, a device that fell off the bus, or SIGSTOP: nobody waits for the deadline of the call."""
+    config = settings(
+        tmp_path, digits_model, steps=60, policy__ranks=2, checkpoint__every=2, recovery={"health_timeout": 15.0},
+        reward__source__with={"seconds": 0.3},
+    )  # fmt: skip
+    with run(config) as made:
+        made.until_event("checkpoint", step=2)
+        stopped = time.time()
+        pause(made.actors("PolicyRank")[1])
+        begin, _ = restored(made, "policy rank frozen", "policy_lost", stopped)
+        assert "gave no sign of life" in begin["why"], begin
+
+        made.until_event("checkpoint", step=begin["step"] + 2)
+        stopped = time.time()
+        pause(made.actor("DriverActor"))
+        begin, _ = restored(made, "driver frozen", "driver_lost", stopped)
+        assert begin["why"].startswith("the driver has not answered for "), begin
+        made.until(lambda: len(made.metrics) > begin["step"] + 1, "steps go on")
+        made.process.terminate()
+        made.ends(75)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rayloop.cluster.loop import saving
 from rayloop.cluster.loop.saving import SavedStep, Saving
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, PolicyLost
@@ -26,6 +27,7 @@ class Ranks:
     weights: int = 0
     may_write: asyncio.Event = field(default_factory=asyncio.Event)
     trouble: Exception | None = None
+    refused: int = 0
     writing: int = 0
     most: int = 0
 
@@ -43,6 +45,7 @@ class Ranks:
         try:
             await self.may_write.wait()
             if self.trouble is not None:
+                self.refused += 1
                 raise self.trouble
             Path(folder, "weights").write_text(str(held), encoding="utf-8")
             return {}
@@ -55,18 +58,19 @@ class Run:
         self.reported: list[tuple[str, int]] = []
         self.ranks, self.state = Ranks(), {"step": 0}
         self.store = CheckpointStore(folder, keep=9)
-        self.saving = Saving(self.store, self._emit, beside=beside, timeout=timeout)
+        self.stopping = asyncio.Event()
+        self.saving = Saving(self.store, self._emit, beside=beside, timeout=timeout, stopping=self.stopping)
 
     def _emit(self, event: Event, step: int) -> None:
         self.reported.append((event.record()["event"], step))
 
-    async def save(self, step: int, last: bool = False) -> None:
+    async def save(self, step: int, last: bool = False, patience: float = 0.0) -> None:
         self.ranks.weights, self.state["step"] = step, step
 
         async def state() -> dict[str, int]:
             return dict(self.state)
 
-        await self.saving.save(SavedStep(Version(1, step), state, {}, best=False, last=last), self.ranks)
+        await self.saving.save(SavedStep(Version(1, step), state, {}, best=False, last=last, patience=patience), self.ranks)
         self.ranks.weights, self.state["step"] = -1, -1  # training goes on
 
     def on_disk(self) -> list[tuple[int, int, str]]:
@@ -149,6 +153,90 @@ def test_a_failed_save_is_reported_and_ends_the_run_when_there_are_too_many(tmp_
         await run.save(9)
         await run.saving.settle()
         assert run.saving.failed == 0
+
+    play(scene)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_training_waits_for_storage_that_refuses_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool, last: bool
+) -> None:
+    """However short the steps are: three failures come at once, and the storage is back after twenty tries."""
+    monkeypatch.setattr(saving, "RETRY", 0.01)
+
+    async def scene() -> None:
+        run = Run(tmp_path, beside=beside)
+        run.ranks.trouble = CheckpointError("Read-only file system")
+        run.ranks.may_write.set()
+        for step in range(1, FAILED_SAVES + 1):
+            await run.save(step, patience=LONG)
+            await run.saving.settle()
+        waiting = asyncio.create_task(run.save(FAILED_SAVES + 1, last=last, patience=LONG))
+        while run.ranks.refused < 20:
+            await asyncio.sleep(0.001)
+        assert not waiting.done()
+        run.ranks.trouble = None
+        await waiting
+        assert run.saving.failed == 0
+        assert run.on_disk() == [(4, 4, "4")], "what waited is what is saved"
+        assert run.reported == [("checkpoint_failed", step) for step in range(1, FAILED_SAVES + 2)] + [("checkpoint", 4)]
+
+    play(scene)
+
+
+def test_a_last_step_is_tried_again_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "RETRY", 0.01)
+
+    async def scene() -> None:
+        run = Run(tmp_path)
+        run.ranks.trouble = CheckpointError("Stale file handle")
+        run.ranks.may_write.set()
+        waiting = asyncio.create_task(run.save(1, last=True, patience=LONG))
+        while run.ranks.refused < 3:
+            await asyncio.sleep(0.001)
+        run.stopping.set()  # which does not end it: nobody comes after it
+        while run.ranks.refused < 6:
+            await asyncio.sleep(0.001)
+        run.ranks.trouble = None
+        await waiting
+        assert [step for step, *_ in run.on_disk()] == [1]
+
+    play(scene)
+
+
+def test_storage_that_stays_away_is_given_up_after_the_patience_and_not_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "RETRY", 0.01)
+
+    async def scene() -> None:
+        run = Run(tmp_path)
+        run.ranks.trouble = CheckpointError("no space left on device")
+        run.ranks.may_write.set()
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(CheckpointError, match="no space left"):
+            await run.save(1, last=True, patience=0.5)
+        assert asyncio.get_running_loop().time() - began >= 0.5
+
+    play(scene)
+
+
+def test_a_stop_ends_the_wait_for_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "RETRY", 0.01)
+
+    async def scene() -> None:
+        run = Run(tmp_path)
+        run.ranks.trouble = CheckpointError("no space left on device")
+        run.ranks.may_write.set()
+        for step in range(1, FAILED_SAVES + 1):
+            await run.save(step, patience=LONG)
+            await run.saving.settle()
+        waiting = asyncio.create_task(run.save(FAILED_SAVES + 1, patience=LONG))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        run.stopping.set()
+        await waiting
 
     play(scene)
 
