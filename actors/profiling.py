@@ -31,7 +31,8 @@ class Profiles:
             yield
             return
         folder = self._folder / f"step_{number:06d}"
-        await self._safely(asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True))
+        for made in (self._folder, folder):
+            await self._safely(asyncio.to_thread(made.mkdir, exist_ok=True))
         await self._everywhere(None)
         spans: list[Span] = []
         WAITS.spans = spans

@@ -33,7 +33,7 @@ class DriverActor(Actor):
         fence: Fence = OPEN,
     ) -> None:  # fmt: skip
         self.config, self.folder, self.hashes = config, folder, hashes
-        self.origin = Origin.of(Path(folder) / "checkpoints", resume, since, fence)
+        self.origin = Origin.of(Path(folder) / "checkpoints", resume, since, fence.here() if fence.number else fence)
         self.reporter = Reporter(config, Path(folder), open_logger)
         self.driver: Driver | None = None
         self.stopping = False

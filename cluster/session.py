@@ -167,7 +167,9 @@ def room() -> dict[str, dict[str, float]]:
 
 
 def _keep_logs(folder: Path, logs: Path) -> None:
-    """Copy the logs of the actors and of Ray, without empty files. A full disk does not end the run."""
+    """Copy the logs of the actors and of Ray, without empty files. A full disk, or one that is away, does not end the run."""
+    if not logs.is_dir():
+        return
     for file in (folder / LOGS).glob("worker-*.*"):
         with suppress(OSError):
             if file.suffix in (".out", ".err") and file.stat().st_size:

@@ -12,7 +12,7 @@ from typing import Any
 from rayloop.actors.failures import object_lost
 from rayloop.cluster.supervision.policy_group import PolicyGroup
 from rayloop.core import events, incidents
-from rayloop.core.deadlines import bounded, with_deadline
+from rayloop.core.deadlines import WAITS, bounded, with_deadline
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed, WorkerLost
 from rayloop.core.files import Checksum
@@ -90,9 +90,10 @@ class Saving:
             await self._begin(step, policy, beside=self._beside and not waits)
             if self.trouble is None or not waits:
                 return
-            if time.monotonic() - self._failing_since >= step.patience:
+            if asyncio.get_running_loop().time() - self._failing_since >= step.patience:
                 raise self.trouble
-            await with_deadline(2 * RETRY, asyncio.sleep(RETRY), "the storage of the checkpoints")
+            await asyncio.sleep(RETRY)
+            WAITS.moved = time.monotonic()  # the event says what is waited for: this is no stall
             if self._stopping.is_set() and not step.last:
                 return  # the end of the run tries once more
 
@@ -133,7 +134,7 @@ class Saving:
             saved = await self._store.save(number, await step.state(), trainer, step.about, best=step.best)
         except CheckpointError as error:
             if not self.failed:
-                self._failing_since = began
+                self._failing_since = asyncio.get_running_loop().time()
             self.failed, self.trouble = self.failed + 1, error
             if self.failed <= FAILED_SAVES + 1:  # what follows is the same every few seconds
                 self._emit(incidents.CheckpointFailed(self.failed, why=str(error)), number)

@@ -32,7 +32,7 @@ from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling
 from rayloop.estimate.memory import with_micro_batch
 from rayloop.estimate.shape import read_shape
-from rayloop.launch.restarts import Budget
+from rayloop.launch.restarts import Budget, is_restart
 from rayloop.run.checkpoint import Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.demand import bundles, store, total
@@ -66,6 +66,8 @@ class DriverLost(RayloopError):
 def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     """Run to the end, in the cluster at ``address`` or in a private one in ``temporary``. Returns 0; raises RayloopError."""
     folder = RunFolder(config.output, config.name)
+    if is_restart():
+        folder.begun_before()
     make_folder(folder.path, "output=FOLDER")
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
     found = origin.find()

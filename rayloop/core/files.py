@@ -169,16 +169,22 @@ def unused(path: Path) -> Path:
     return next(one for one in named if not one.exists())
 
 
-def kind_of(*errors: BaseException) -> type[CheckpointError]:
-    """CheckpointStorageFailed when the storage refused, else CheckpointError (a file is missing or holds something else)."""
-    return CheckpointStorageFailed if any(map(_refused, errors)) else CheckpointError
+def kind_of(*errors: BaseException, saving: bool = False) -> type[CheckpointError]:
+    """CheckpointStorageFailed when the storage refused, else CheckpointError (a file is missing or holds something else). Where
+    one is ``saving``, what is missing is a folder that was there: its storage is away."""
+    return CheckpointStorageFailed if any(_refused(error, saving) for error in errors) else CheckpointError
 
 
-def _refused(error: BaseException) -> bool:
+def _refused(error: BaseException, saving: bool) -> bool:
     if isinstance(error, OSError | CheckpointStorageFailed):
-        return not isinstance(error, FileNotFoundError)
+        return saving or not isinstance(error, FileNotFoundError)
     below = error.__cause__ or error.__context__  # torch raises errors of its own while it handles the system's
-    return below is not None and _refused(below)
+    return below is not None and _refused(below, saving)
+
+
+def mount_of(path: Path) -> Path:
+    """Where the file system is mounted that ``path`` is on, or would be on."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.ismount(folder))
 
 
 def sync(path: Path) -> None:

@@ -28,7 +28,7 @@ from rayloop.launch.network import Ports, block, kernels, port_range
 from rayloop.launch.ray_process import DRAIN, POLL, NodeFailed, child, kept_logs, ray_node, started, tail
 from rayloop.launch.ray_variables import interface_settings, node_settings, temporary_folder, without_proxy
 from rayloop.launch.rendezvous import Gone, Head, NoHead, Rendezvous, Unpublished, accepts
-from rayloop.launch.restarts import Budget, backed_off
+from rayloop.launch.restarts import RESTARTED, Budget, backed_off
 from rayloop.sandbox.kernel import adopt_orphans
 
 SERVICES = (
@@ -247,6 +247,7 @@ def beside(
         yield None
         return
     program = child(a.program, os.environ | settings | {"RAY_ADDRESS": head.address})
+    os.environ[RESTARTED] = "1"  # for the next one: it continues what this one began
     try:
         yield program
     finally:

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 from rayloop.core.failures import AGAIN
 from rayloop.core.signals import STOP, StopSignals, handling
+from rayloop.launch import slurm_job
 from rayloop.launch.ray_process import POLL, child
 
 BACKOFF, LONGEST = 15.0, 300.0
 """Seconds of the first pause, which doubles each time, and of the longest."""
+RESTARTED = "RAYLOOP_RESTARTED"
+"""Environment variable of programs that are started again after a failure."""
 HOUR = 3600.0
 """Seconds in which an empty budget is full again."""
 
@@ -40,6 +43,11 @@ class Budget:
         self._left, self._at = max(0.0, left - 1.0), now
 
 
+def is_restart() -> bool:
+    """Whether this process was started after a failure: by ``train --again``, ``node --requeue`` or Slurm."""
+    return RESTARTED in os.environ or slurm_job.restarts() > 0
+
+
 def backed_off(signals: StopSignals, before: int) -> bool:
     """Wait before another start; the pause doubles with every start ``before``. Returns False when a signal to end came."""
     seconds = min(BACKOFF * 2**before, LONGEST)
@@ -56,7 +64,7 @@ def supervised(command: Sequence[str], times: int) -> int:
     signals = StopSignals()
     with handling(signals, *STOP):
         for before in range(times + 1):
-            code = _followed(child(command, os.environ), signals)
+            code = _followed(child(command, os.environ | ({RESTARTED: "1"} if before else {})), signals)
             if code != AGAIN or signals.first is not None or before == times or not backed_off(signals, before):
                 break
             print(f"again, {before + 1} of {times}", flush=True)

@@ -2,6 +2,7 @@
 crash leaves the previous one loadable: ``*.tmp`` is never read. A later lineage is newer whatever its steps."""
 
 import asyncio
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,19 @@ from typing import Any, Self
 from rayloop.core import incidents
 from rayloop.core.events import Emit
 from rayloop.core.failures import CheckpointError, ConfigError, Damaged, NotSaved, Preempted, RayloopError
-from rayloop.core.files import Checksum, check_sum, kind_of, needed, size_below, size_of, summed, sync, unused, write_whole
+from rayloop.core.files import (
+    Checksum,
+    check_sum,
+    kind_of,
+    mount_of,
+    needed,
+    size_below,
+    size_of,
+    summed,
+    sync,
+    unused,
+    write_whole,
+)
 from rayloop.run.lock import OPEN, Fence
 from rayloop.run.records.plain_files import read, write
 
@@ -114,8 +127,11 @@ class Origin:
 
     @classmethod
     def of(cls, folder: Path, resume: str, since: int | None = None, fence: Fence = OPEN) -> Self:
-        """Of a start that is made now, unless ``since`` says otherwise."""
-        return cls(folder, resume, CheckpointStore(folder, keep=1).lineages() if since is None else since, fence)
+        """Of a start that is made now, for which ``folder`` is made, unless ``since`` says otherwise."""
+        if since is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            since = CheckpointStore(folder, keep=1).lineages()
+        return cls(folder, resume, since, fence)
 
     def store(self, keep: int, warn: Callable[[str], None]) -> "CheckpointStore":
         """Where this start saves."""
@@ -129,6 +145,13 @@ class Origin:
     def find(self) -> Checkpoint | None:
         """Raises ConfigError when a named folder holds no complete checkpoint."""
         return next(iter(self.candidates()), None)
+
+    def _found(self) -> Checkpoint | None:
+        """As ``find``. Raises OSError when the folder, which this start has made, is away."""
+        if not self.folder.is_dir():
+            away = f"it is not there; is its storage mounted at {self.fence.mount or mount_of(self.folder)}?"
+            raise FileNotFoundError(errno.ENOENT, away, str(self.folder))
+        return self.find()
 
     def candidates(self) -> list[Checkpoint]:
         """What to continue from, and what when that is damaged, one after the other. Raises ConfigError as ``find``."""
@@ -165,7 +188,7 @@ class Origin:
     def again(self) -> str:
         """How to continue, and from what, in words: the same command would begin where it did when that was named."""
         try:
-            found = self.find()
+            found = self._found()
         except (OSError, ConfigError) as error:
             return f"run again to continue from the newest checkpoint; which one that is cannot be seen now: {error}"
         where = "the beginning: there is no checkpoint" if found is None else f"step {found.step} ({found.folder.name})"
@@ -184,7 +207,7 @@ class Origin:
             return NotSaved(f"stopped while nothing could be saved, or looked up: {error}; run again to continue")
 
     def _stopped(self, last_step: int) -> RayloopError:
-        found = self.find()
+        found = self._found()
         began = CheckpointStore(self.folder, keep=1).lineages() > self.since
         if began and last_step > (found.step if found else 0):
             return NotSaved(f"stopped after step {last_step}, not saved: the driver was gone; {self.again()}")
@@ -199,17 +222,21 @@ class CheckpointStore:
     def __init__(self, folder: Path, keep: int, warn: Callable[[str], None] = lambda why: None, fence: Fence = OPEN) -> None:
         self.folder, self.keep, self._warn, self._fence = folder, keep, warn, fence
         self.lineage = 0
-        folder.mkdir(parents=True, exist_ok=True)
 
     def lineages(self) -> int:
         """How many have begun so far."""
         path = self.folder / "lineage"
-        return int(path.read_text(encoding="utf-8")) if path.exists() else 0
+        try:
+            return int(path.read_text(encoding="utf-8")) if path.exists() else 0
+        except ValueError:  # a power loss took its content: those that saved are known
+            return max((found.lineage for found in self.newest_first()), default=0)
 
     def next_lineage(self) -> int:
         """A number that no earlier start of this run has had; the checkpoints that follow belong to it."""
         self.lineage = self.lineages() + 1
         with needed(self.folder / "lineage"):
+            self._fence.check()
+            self.folder.mkdir(exist_ok=True)
             write_whole(self.folder / "lineage", str(self.lineage).encode())
         return self.lineage
 
@@ -252,11 +279,12 @@ class CheckpointStore:
         try:
             final = unused(self.folder / f"step_{step:06d}")
             await asyncio.to_thread(self._begin)
-            (aside / TRAINER).mkdir(parents=True)
+            aside.mkdir()  # not its parents: where the storage is away, they would be below its mount point
+            (aside / TRAINER).mkdir()
             written = await save_trainer(str(aside / TRAINER)) or {}
             await asyncio.to_thread(self._commit, aside, final, step, state, about, written)
         except (OSError, CheckpointError) as error:
-            raise kind_of(error)(self._explain(step, error, size_below(aside))) from error
+            raise kind_of(error, saving=True)(self._explain(step, error, size_below(aside))) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # nothing is there after a save
         for why in await asyncio.to_thread(self._tidy, final, best):
@@ -264,17 +292,20 @@ class CheckpointStore:
         return Checkpoint(final, step, self.lineage, about)
 
     def _explain(self, step: int, error: Exception, written: int) -> str:
-        free, need = "an unknown number", written
+        free, earlier = "an unknown number of", list[int]()
         with suppress(OSError):
             free = f"{shutil.disk_usage(self.folder).free:,}"
-            need = max((size_below(c.folder) for c in self.newest_first()), default=written)
+            earlier = [size_below(found.folder) for found in self.newest_first()]
+        needs = f"It needs about {max(earlier):,} bytes" if earlier else "`python -m rayloop doctor CONFIG` says what it needs"
+        before = "; the previous checkpoint is intact" if earlier else ""
         return (
-            f"the checkpoint of step {step} could not be written below {self.folder}: {error}. It needs about {need:,} bytes "
-            f"({written:,} were written), {free} are free; the previous checkpoint is intact"
+            f"the checkpoint of step {step} could not be written below {self.folder}: {error}. {needs}, {written:,} were written, "
+            f"and {free} bytes are free{before}"
         )
 
     def _begin(self) -> None:
         self._fence.check()
+        self.folder.mkdir(exist_ok=True)
         for path in self.folder.glob(f"*{ASIDE}"):
             shutil.rmtree(path, ignore_errors=True)
 

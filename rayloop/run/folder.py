@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import yaml
 
-from rayloop.core.failures import ConfigError, RunNameInUse
-from rayloop.core.files import content, needed, write_whole
+from rayloop.core.failures import ConfigError, RunNameInUse, StorageFailed
+from rayloop.core.files import content, mount_of, needed, write_whole
 from rayloop.core.groups import Group, Member, Scored, Unscored
 from rayloop.core.types import ImageRef, TokenIds, Trajectory, Turn
 from rayloop.data.images import encoding
@@ -84,6 +84,15 @@ class RunFolder:
             self.close()
             with suppress(OSError):  # then it is taken over, as that of a process that was killed
                 self.lock.release()
+
+    def begun_before(self) -> None:
+        """For a start after a failure: raises StorageFailed when the folder, which the first start has made, is away."""
+        if not (self.path.is_dir() and any(self.path.iterdir())):
+            raise StorageFailed(
+                f"{self.path} is not there, or empty, and this is a restart of the run that began in it: is its storage mounted "
+                f"(now it would be on {mount_of(self.path)})? Nothing was begun anew. If the run had not begun, start it by hand, "
+                "or submit its job again"
+            )
 
     @property
     def used(self) -> bool:
@@ -277,7 +286,7 @@ class RolloutDump:
 
     def keep(self, images: Mapping[str, bytes]) -> None:
         """Store images that are not there yet."""
-        self.images.mkdir(parents=True, exist_ok=True)
+        self.images.mkdir(exist_ok=True)  # not its parents: where the storage is away, they would be below its mount point
         for sha256, data in images.items():
             target = self.images / image_file(sha256, data)
             if not target.exists():

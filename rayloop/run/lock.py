@@ -11,14 +11,14 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Self
 
 import psutil
 
 from rayloop.core.failures import ConfigError, RunNameInUse, RunTaken
-from rayloop.core.files import lock_file, write_whole
+from rayloop.core.files import lock_file, mount_of, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -65,17 +65,30 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """What keeps a holder that was replaced from writing: the number that it was given, against that of the newest."""
+    """What keeps a holder that was replaced from writing: the number that it was given, against that of the newest. ``home``:
+    device and inode of the run's folder at the start, which was on what was mounted at ``mount``."""
 
     path: Path
     number: int
+    home: tuple[int, int] = (0, 0)
+    mount: str = ""
+
+    def here(self) -> Self:
+        """The same with the run's folder as this process sees it now. Raises OSError."""
+        return replace(self, home=_place(self.path.parent), mount=str(mount_of(self.path.parent)))
 
     def check(self) -> None:
-        """Raises RunTaken when another process has taken the run since; OSError when the file cannot be read."""
+        """Raises RunTaken when another process has taken the run since; OSError when the file cannot be read, and
+        FileNotFoundError when the run's folder is another one than at the start, or away."""
         if not self.number:
             return
-        if not (newest := _newest(self.path)):  # it was written before this holder began
-            raise FileNotFoundError(errno.ENOENT, "it is not there, or empty", str(self.path))
+        newest = _newest(self.path)
+        # Numbers only grow. A mount that came back may have another device, and a file system in user space another inode.
+        if newest < self.number or (self.mount and _differ(_place(self.path.parent), self.home)):
+            away = (
+                f"the run's folder is not there, or not the one that it was at the start: is its storage mounted at {self.mount}?"
+            )
+            raise FileNotFoundError(errno.ENOENT, away, str(self.path.parent))
         if newest != self.number:
             raise RunTaken(
                 f"{self.path.parent} was taken over by another process (start {newest}, this one is {self.number}), while this one "
@@ -109,9 +122,7 @@ class RunLock:
                 beat = os.fstat(file.fileno()).st_mtime
                 former = _read(file)
                 if former is None or former == me or former.gone(_now(self.path.parent) - beat):
-                    fence = Fence(self.fence.path, _newest(self.fence.path) + 1)
-                    write_whole(fence.path, str(fence.number).encode())
-                    self.fence = fence
+                    self._raise_fence()
                     _write(file, json.dumps(asdict(me)))
                     break
             if former.host == me.host or seen not in (0.0, beat):
@@ -129,11 +140,20 @@ class RunLock:
 
     def renew(self) -> None:
         """Refuse the former driver of this holder, which may only be suspended, before another one writes."""
+        if not self.path.exists():
+            return
         with suppress(OSError), _alone(self.path) as file, self._renewing:
             if _read(file) == Holder.this_process():
-                fence = Fence(self.fence.path, _newest(self.fence.path) + 1)
-                write_whole(fence.path, str(fence.number).encode())
-                self.fence = fence
+                self._raise_fence()
+
+    def _raise_fence(self) -> None:
+        """Give this holder a number that none has had."""
+        try:
+            number = _newest(self.fence.path) + 1
+        except ValueError:  # a power loss took the file's content: no count of holders comes near the seconds since 1970
+            number = int(time.time())
+        write_whole(self.fence.path, str(number).encode())
+        self.fence = Fence(self.fence.path, number).here()
 
     def check(self) -> None:
         """Raises RunTaken when the heartbeat has found another holder."""
@@ -146,6 +166,8 @@ class RunLock:
         self._stopped.set()
         if self._heart is not None and self._heart.is_alive():
             self._heart.join()
+        if not self.path.exists():  # its storage is away, and nothing is written below an empty mount point
+            return
         with _alone(self.path) as file:
             if _read(file) == Holder.this_process():
                 _write(file, "")
@@ -228,8 +250,18 @@ def _remove_left_over(instead: Path) -> None:
             mine.unlink()
 
 
+def _place(folder: Path) -> tuple[int, int]:
+    """Its device and inode. Raises OSError."""
+    found = folder.stat()
+    return found.st_dev, found.st_ino
+
+
+def _differ(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return all(a != b for a, b in zip(one, other, strict=True))
+
+
 def _newest(path: Path) -> int:
-    """The number of holders so far; 0 without a file. Raises OSError."""
+    """The number of holders so far; 0 without a file. Raises OSError, and ValueError for a file that holds none."""
     try:
         return int(path.read_text(encoding="utf-8") or 0)
     except FileNotFoundError:
@@ -241,7 +273,7 @@ def _read(file: IO[str]) -> Holder | None:
     file.seek(0)
     try:
         return Holder(**json.loads(file.read()))
-    except (json.JSONDecodeError, TypeError):
+    except (ValueError, TypeError):
         return None
 
 

@@ -17,6 +17,7 @@ from ray.exceptions import AuthenticationError, GetTimeoutError, LocalRayletDied
 from rayloop.cluster.stages import train
 from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch
 from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError, StorageFailed, WorkerLost
+from rayloop.launch.restarts import RESTARTED
 from rayloop.run.checkpoint import CheckpointStore, Origin
 from rayloop.run.config import RunConfig
 from rayloop.run.folder import RunFolder
@@ -288,3 +289,11 @@ def test_an_output_that_cannot_be_made_is_refused_before_anything_begins(tmp_pat
     config = RunConfig.model_validate(settings(tmp_path, tmp_path, output=str(tmp_path / "taken")))
     with pytest.raises(ConfigError, match="taken/run cannot be made or written to: Not a directory"):
         train.train(config, None, None)
+
+
+def test_a_restart_without_the_run_s_folder_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RESTARTED, "1")
+    config = RunConfig.model_validate(settings(tmp_path, tmp_path, output=str(tmp_path / "mount")))
+    with pytest.raises(StorageFailed, match="is its storage mounted"):
+        train.train(config, None, None)
+    assert not (tmp_path / "mount").exists()

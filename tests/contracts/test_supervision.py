@@ -751,6 +751,13 @@ CASES = [
     case(
         "no room for a checkpoint, 4 times",
         Fault("save", "no room for a checkpoint", step=1, times=4),
+        counts={"trained": 48},
+        events={"checkpoint_failed": 4},
+        steps=6,
+    ),
+    case(
+        "no room for a checkpoint, for longer than start_timeout",
+        Fault("save", "no room for a checkpoint", step=1),
         code=69,
         counts={"trained": 32},
         events={"checkpoint_failed": 4},

@@ -57,7 +57,7 @@ def save(
         write_whole(path, text)
         return {**writer.sums, path.name: Checksum().then(text)}
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
-        raise kind_of(*_below(error))(f"{folder}: the trainer's state cannot be written: {_words(error)}") from error
+        raise kind_of(*_below(error), saving=True)(f"{folder}: the trainer's state cannot be written: {_words(error)}") from error
 
 
 def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Checksum] = UNKNOWN) -> None:
@@ -108,7 +108,7 @@ class _Writer(_AnyFolder, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir(exist_ok=True)  # not its parents: where the storage is away, this would be below its mount point
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

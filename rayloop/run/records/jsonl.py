@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,8 @@ class JsonLines:
         """Why the last record is not on the disk; None when it is."""
         self._held: deque[bytes] = deque(maxlen=HELD)
         self._file: FileIO | None = None
+        self._made = False
+        """Whether it has been open: then it is not created again, below a mount point whose storage is away."""
         self._fits = fits
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -56,7 +59,9 @@ class JsonLines:
         try:
             if self._file is None:
                 _drop_torn_line(self.path)
-                self._file = self.path.open("ab", buffering=0)
+                made = 0 if self._made else os.O_CREAT
+                self._file = FileIO(os.open(self.path, os.O_WRONLY | os.O_APPEND | made, 0o666), "ab")
+                self._made = True
             while self._held:
                 written = self._file.write(self._held[0])
                 if written < len(self._held[0]):  # the disk became full within the line

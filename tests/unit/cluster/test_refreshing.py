@@ -28,6 +28,7 @@ class Run:
         folder.mkdir(exist_ok=True)
         self.folder, self.reference = folder, RefreshedReference(every, folder)
         self.store = CheckpointStore(folder / "checkpoints", keep=9)
+        self.store.folder.mkdir(parents=True, exist_ok=True)
 
     def refresh(self, *steps: int, lineage: int = 1) -> list[str]:
         for step in steps:

@@ -169,6 +169,7 @@ def test_a_resumed_run_ends_with_its_gain_over_the_first_evaluation_of_an_earlie
 
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
     first = Reporter(config, tmp_path, open_logger)
+    first.folder.evaluations.path.mkdir()
     first.evaluated(0, answers(0.2), {})
     first.evaluated(4, answers(0.9), {})
     resumed = Reporter(config, tmp_path, open_logger)

@@ -93,6 +93,7 @@ def kept(task: str, reward: float | None, *, replayed: bool = False) -> RolloutR
 
 def test_an_earlier_run_s_own_trajectories_count_too(tmp_path: Path) -> None:
     rollouts = RunFolder.at(tmp_path).rollouts
+    rollouts.path.mkdir()
     rollouts.write(1, [kept("sometimes", 0.0), kept("never", 0.0), kept("never", 1.0, replayed=True), kept("lost", None)], {})
     rollouts.write(2, [kept("sometimes", 1.0), kept("always", 1.0)], {})
     order = BySolveRate(BySolveRate.Settings(rates=str(tmp_path)))
