@@ -10,9 +10,18 @@ NEEDED = ("pydantic", "ray")
 
 def main() -> int:
     """Run one command and return its exit code; 2 when the environment with what we import is not active."""
+    try:
+        return _main()
+    except KeyboardInterrupt:  # while it imports: commands have words of their own
+        print("rayloop: interrupted", file=sys.stderr)
+        return 1
+
+
+def _main() -> int:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.append(str(Path.cwd()))  # a script's path does not have it, and there a person's own components are
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
         print(f"rayloop: without {' and '.join(missing)}: activate the environment: . .venv/bin/activate", file=sys.stderr)
         return 2
     try:

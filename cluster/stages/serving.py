@@ -21,7 +21,7 @@ from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.session import serve_details, session
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.core.files import write_whole
-from rayloop.core.signals import handling
+from rayloop.core.signals import STOP, handling
 from rayloop.core.threads import call_within
 from rayloop.judge.discovery import Address, announce, read_key, withdraw
 from rayloop.run.config import RunConfig
@@ -69,7 +69,7 @@ def serve_judge(file: ServeFile, address: str | None, temporary: str | None, ann
                 ray.kill(actor)
 
     interrupt = signal.default_int_handler  # SIGTERM is KeyboardInterrupt, like SIGINT; Ray's own handler ends the process
-    with session(needed, address, temporary, logs), handling(interrupt, signal.SIGTERM):
+    with session(needed, address, temporary, logs), handling(interrupt, *STOP):
         unclaimed(application.name)
         made = judge.app(settings.model_dump())
         _serve("judge", application.name, made, file.http_options, findable, proxies=file.proxy_location)
@@ -95,7 +95,7 @@ def serve_policy(
 
     ray.init(address=address, log_to_driver=False, namespace="rayloop")
     try:
-        with handling(signal.default_int_handler, signal.SIGTERM):
+        with handling(signal.default_int_handler, *STOP):
             found = namespace or _named(name)
             config = _config(found)
             made = policy.app(_endpoint(config, found, limits, key))
@@ -110,7 +110,7 @@ def serve_console(folder: Path, address: str, http: HttpOptions, key: Path | Non
     """Serve the console of the run in ``folder`` below /console/ in the cluster at ``address``, until a signal comes. ``key``: the
     token's file. Raises ServeFailed, and ConfigError without ``room``."""
     prefix, file = f"/console/{folder.name}", str(key) if key else None
-    with session({}, address, None, folder / "logs"), handling(signal.default_int_handler, signal.SIGTERM):
+    with session({}, address, None, folder / "logs"), handling(signal.default_int_handler, *STOP):
 
         def shown(url: str) -> AbstractContextManager[str]:
             token = read_key(file) if file else ""

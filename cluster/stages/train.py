@@ -29,7 +29,7 @@ from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen, WorkerLost
 from rayloop.core.ledger import Ledger
-from rayloop.core.signals import STOP, handling
+from rayloop.core.signals import STOP, handling, leave_terminal
 from rayloop.estimate.memory import with_micro_batch
 from rayloop.estimate.shape import read_shape
 from rayloop.launch.restarts import Budget, is_restart
@@ -115,7 +115,9 @@ def _recorded(folder: RunFolder, origin: Origin) -> Iterator[None]:
         if end.code == signal.SIGTERM:  # before there was a driver; ``_while_idle`` raises it
             _emit(folder, origin.stopped(folder.last_step))
         elif end.code:  # a second signal
-            _emit(folder, NotSaved(f"stopped at once, by a second signal; {origin.again()}"))
+            at_once = NotSaved(f"stopped at once, by a second signal; {origin.again()}")
+            _emit(folder, at_once)
+            raise at_once from None
         raise
 
 
@@ -260,17 +262,23 @@ def _lives(driver: Handle[DriverActor], within: float) -> bool:
 
 @contextmanager
 def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], None]]:
-    """A SIGTERM while there is no driver unwinds, so that the private cluster ends too. Yields a function that raises ``stopped()``
-    after a SIGTERM: a callback may swallow the exception of a signal handler, but the wakeup pipe gets every signal."""
+    """A SIGTERM, or the SIGHUP of a closed terminal, while there is no driver unwinds, so that the private cluster ends too. Yields
+    a function that raises ``stopped()`` after one: a callback may swallow the exception of a signal handler, but the wakeup pipe
+    gets every signal."""
     seen, written = socket.socketpair()
-    with seen, written, handling(lambda number, frame: sys.exit(number), signal.SIGTERM):
+
+    def unwind(number: int, frame: Any) -> None:
+        leave_terminal()
+        sys.exit(signal.SIGTERM)
+
+    with seen, written, handling(unwind, signal.SIGTERM, signal.SIGHUP):
         seen.setblocking(False)
         written.setblocking(False)
         signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
 
         def check() -> None:
             with suppress(BlockingIOError):
-                if signal.SIGTERM in seen.recv(4096):
+                if {signal.SIGTERM, signal.SIGHUP} & set(seen.recv(4096)):
                     raise stopped()
 
         try:
@@ -285,16 +293,19 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
 
 @contextmanager
 def _stop_on_signal(driver: Handle[DriverActor], progress: Progress, grace: float) -> Iterator[Callable[[], float]]:
-    """The first SIGTERM or SIGINT asks the driver to save and stop, the second one ends this process at once. Yields a function
-    that returns the time (``time.monotonic``) at which the driver must have ended: ``grace`` s after a signal."""
+    """The first signal of ``STOP`` asks the driver to save and stop, the second one ends this process at once, unless it is a
+    SIGHUP. Yields a function that returns the time (``time.monotonic``) at which the driver must have ended: ``grace`` s after a
+    signal."""
     until = math.inf
 
     def stop(number: int, frame: Any) -> None:
         nonlocal until
         until = time.monotonic() + grace
+        leave_terminal()
         progress.note(f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once")
-        for again in STOP:
+        for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, lambda *_: sys.exit(1))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         submit(driver, DriverActor.stop)
 
     with handling(stop, *STOP):

@@ -1,11 +1,13 @@
 """Signals: handlers for the time of a block, and the record of what was asked."""
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-STOP = (signal.SIGTERM, signal.SIGINT)
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What asks a process to end. SIGHUP is that of a terminal that was closed: the kernel and the shell each send one."""
 
 
 class StopSignals:
@@ -18,9 +20,10 @@ class StopSignals:
 
     def __call__(self, number: int, frame: Any) -> None:
         """Note a signal: this object is a handler."""
+        leave_terminal()
         if self.first is None:
             self.first = number
-        else:
+        elif number != signal.SIGHUP:
             self.again = True
 
     def near_limit(self) -> bool:
@@ -28,9 +31,20 @@ class StopSignals:
         return self.first == signal.SIGUSR1
 
 
+def leave_terminal() -> None:
+    """When this process's terminal was closed, let what it still prints go nowhere: there each write raises."""
+    for output in (1, 2):
+        try:
+            os.write(output, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+
+
 @contextmanager
 def handling(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Let ``handler`` answer these signals within the block; the ones before come back. Only in the main thread."""
+    """Let ``handler`` answer these signals within the block; the ones before come back. SIGHUP stays ignored where it is: the
+    process was started by nohup. Only in the main thread."""
+    numbers = tuple(n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -59,8 +59,8 @@ def backed_off(signals: StopSignals, before: int) -> bool:
 
 
 def supervised(command: Sequence[str], times: int) -> int:
-    """Run ``command``, and up to ``times`` times again while its exit code is 69. Returns the last exit code. SIGTERM and SIGINT,
-    which may come twice, are passed on as SIGTERM, and nothing is started after them."""
+    """Run ``command``, and up to ``times`` times again while its exit code is 69. Returns the last exit code. Signals of
+    ``STOP``, which may come twice, are passed on as SIGTERM, and nothing is started after them."""
     signals = StopSignals()
     with handling(signals, *STOP):
         for before in range(times + 1):

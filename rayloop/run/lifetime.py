@@ -197,10 +197,10 @@ def with_time_to_compile(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PreemptionSettings(SettingsModel):
-    """What happens after SIGTERM or SIGINT."""
+    """What happens after SIGTERM, SIGINT, or the SIGHUP of a closed terminal."""
 
     grace: float = Field(120.0, gt=0)
-    """Seconds after SIGTERM or SIGINT within which the run must be saved; an update under way is finished first. Below what
+    """Seconds after such a signal within which the run must be saved; an update under way is finished first. Below what
     the scheduler allows: the lead of Slurm's ``--signal``; Ray gives a stopped job 600 s on clusters that we start."""
 
 

@@ -1,7 +1,9 @@
 """The progress of a run: a table of the last steps on a terminal, one line per step elsewhere."""
 
+import errno
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 from statistics import fmean
@@ -13,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from rayloop.core.signals import leave_terminal
 from rayloop.view.completions import shown
 from rayloop.view.words import span
 
@@ -141,6 +144,17 @@ def remaining(newest: Iterable[Mapping[str, float]], steps: int) -> float:
     return (steps - timed[-1]["step"]) * fmean(seconds) if timed else 0.0
 
 
+@contextmanager
+def _unless_closed() -> Iterator[None]:
+    """What is printed in the block goes nowhere when the terminal has been closed: a run saves, or goes on, without it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        leave_terminal()
+
+
 class Progress:
     """Shows steps as they are recorded. Use as a context manager; ``console`` is stdout unless given."""
 
@@ -183,7 +197,7 @@ class Progress:
         if self._live is None:
             cells |= {"time": _time(metrics), "left": self._left or ABSENT}
             said = (form.format(cells[word]) for word, form in LINE.items() if cells[word] != ABSENT)
-            self.console.print(Text(" ".join((f"step {step} ", *said))))
+            self._print(Text(" ".join((f"step {step} ", *said))))
             return
         self._used |= {word for word, cell in cells.items() if cell != ABSENT}
         self._rows.append((step, *cells.values()))
@@ -201,7 +215,7 @@ class Progress:
         """Show completions of the newest step: below the table of a terminal, elsewhere after the step's line."""
         self._samples = shown(found, self.console)
         if self._live is None:
-            self.console.print(self._samples)
+            self._print(self._samples)
         self._refresh()
 
     def doing(self, text: str) -> None:
@@ -211,11 +225,16 @@ class Progress:
 
     def _refresh(self) -> None:
         if self._live is not None:
-            self._live.update(self._table(), refresh=True)
+            with _unless_closed():
+                self._live.update(self._table(), refresh=True)
 
     def note(self, text: str) -> None:
         """Say something once, above the table."""
-        self.console.print(Text(text))
+        self._print(Text(text))
+
+    def _print(self, text: Text) -> None:
+        with _unless_closed():
+            self.console.print(text)
 
     def close(self, summary: Mapping[str, Any]) -> None:
         """Say how the run ended: the summary's values, nested ones on lines of their own."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from rayloop import __main__ as start
 from rayloop.cli import COMMANDS, main, parsed, parser
 from rayloop.commands.eval import evaluation_folder
 from rayloop.config.settings import load
@@ -269,3 +270,12 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 1
+
+
+def test_ctrl_c_while_it_imports_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "_main", interrupted)
+    assert start.main() == 1
+    assert capsys.readouterr().err == "rayloop: interrupted\n"

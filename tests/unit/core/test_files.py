@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,54 @@ def test_a_full_disk_is_seen_below_the_error_that_hides_it(below: Exception, kin
     error = RuntimeError("unexpected pos 704 vs 598")
     error.__context__ = below
     assert kind_of(error) is kind
+
+
+def test_a_closed_terminal_counts_once_and_what_nohup_ignores_stays_ignored() -> None:
+    """The kernel and the shell each send a SIGHUP: the second one is not the second wish to end."""
+    reported = StopSignals()
+    with handling(reported, *STOP):
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert (reported.first, reported.again) == (signal.SIGHUP, False)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        reported = StopSignals()
+        with handling(reported, *STOP):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert reported.first is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+CLOSED = """
+import os, signal, sys, time
+from rayloop.core.signals import STOP, StopSignals, handling
+from rayloop.view.progress import Progress
+os.setsid()
+import fcntl, termios
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+signals = StopSignals()
+with handling(signals, *STOP), Progress(3) as progress:
+    progress.note("up")
+    while signals.first is None:
+        progress.doing("a step")
+        time.sleep(0.01)
+    progress.note("saving")
+    print("saved", flush=True)
+    print("why", file=sys.stderr)
+sys.exit(75 if signals.first == signal.SIGHUP else 1)
+"""
+
+
+def test_a_process_whose_terminal_is_closed_prints_on_and_ends_as_asked() -> None:
+    """It is told by a SIGHUP, and everything that it prints from then on would raise."""
+    ours, its = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", CLOSED], stdin=its, stdout=its, stderr=its, start_new_session=False) as process:
+        os.close(its)
+        assert os.read(ours, 2)
+        os.close(ours)
+        assert process.wait(60) == 75
 
 
 def test_signals_are_noted_within_the_block_only() -> None:
