@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -28,6 +29,7 @@ from rayloop.cluster.supervision.watchdog import ASKED, HeadGone, HeadWatch, wat
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen, WorkerLost
+from rayloop.core.files import needed, write_whole
 from rayloop.core.ledger import Ledger
 from rayloop.core.signals import STOP, handling, leave_terminal
 from rayloop.estimate.memory import with_micro_batch
@@ -40,7 +42,7 @@ from rayloop.run.folder import RunFolder, make_folder
 from rayloop.run.identity import ResumeRefused, dated, identity, pinned
 from rayloop.run.identity import check as check_fit
 from rayloop.run.lifetime import RecoverySettings
-from rayloop.run.place import findable, namespace
+from rayloop.run.place import STARTED_IN, findable, namespace
 from rayloop.run.reporter import failure
 from rayloop.view.pictures import draw_or_emit
 from rayloop.view.progress import Progress
@@ -80,6 +82,8 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _shown(config, folder, address) as progress,
         _recorded(folder, origin),
     ):
+        with needed(folder.path):
+            write_whole(folder.path / STARTED_IN, str(Path.cwd()).encode())
         hashes = identity(config)
         if (checkpoint := origin.find()) is None:
             folder.write_config(dump(config))

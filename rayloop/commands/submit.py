@@ -10,12 +10,14 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.request import getproxies
 
 from rayloop.core.failures import ConfigError, RayloopError
 from rayloop.core.threads import complete
-from rayloop.launch.ray_variables import joined_cluster
+from rayloop.launch.ray_variables import authentication, joined_cluster, past_proxies
 from rayloop.run.config import read
 from rayloop.run.preflight import lasting
 
@@ -72,10 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
             raise SubmissionFailed(f"{address} wants a token: give its file with --token-file") from error
         except (ConnectionError, RuntimeError) as error:
             raise SubmissionFailed(f"{address} did not take the job: {str(error).splitlines()[0]}") from error
-        print(
-            f"job: {job}\n  log:  ray job logs --address {address} --follow {job}\n  stop: ray job stop --address {address} {job}"
-        )
+        print(f"job: {job}")
+        variables = authentication(arguments.token_file, arguments.insecure) | (past_proxies(address) if getproxies() else {})
+        for what, words in (("log:  ", ("logs", "--follow")), ("stop: ", ("stop",))):
+            print(f"  {what}{job_command(variables, address, *words, job)}")
         return follow(client, job) if arguments.follow else 0
+
+
+def job_command(variables: Mapping[str, str], address: str, action: str, *words: str) -> str:
+    """A command of Ray's about a job, as a line for a shell that has none of the ``variables`` which reach the cluster."""
+    prefix = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return " ".join([*prefix, shlex.join(["ray", "job", action, "--address", address, *words])])
 
 
 def pack(folder: Path, package: Path) -> Path:

@@ -17,7 +17,7 @@ BLOCKS, BLOCK = 16, 2**16
 """A larger one is hashed by its size and at so many places, so many bytes at each."""
 HUB = 3.0
 """Seconds within which the Hub must say which commit a name stands for; it is asked once."""
-HUB_NAME, COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile(r"[0-9a-f]{40}")
+HUB_NAME, COMMIT = re.compile(r"(?!.*\.\.)\w[\w.-]*/\w[\w.-]*"), re.compile(r"[0-9a-f]{40}")
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors")
 """The files of peft's adapters, which are no model."""
 TEXTS, WEIGHTS = ("*.json", "*.jinja", "*.txt", "tokenizer.model"), "*.safetensors"

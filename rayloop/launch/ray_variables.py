@@ -89,14 +89,21 @@ def joined_cluster(address: str, token: Path | None, insecure: bool = False) -> 
     Raises ConfigError when there is no such file."""
     if token is not None and not token.is_file():
         raise ConfigError(f"--token-file: {token} is no file. It is on the head, where the cluster was started")
-    host = urlsplit(address if "//" in address else f"//{address}").hostname
-    authentication = {}
-    if insecure:
-        authentication = {"RAY_AUTH_MODE": "disabled"}
-    elif token is not None:
-        authentication = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.resolve())}
-    with _set({"RAY_USAGE_STATS_ENABLED": "0", **authentication, **without_proxy(*([host] if host else []))}):
+    with _set({"RAY_USAGE_STATS_ENABLED": "0", **authentication(token, insecure), **past_proxies(address)}):
         yield
+
+
+def authentication(token: Path | None, insecure: bool) -> dict[str, str]:
+    """Ray's variables for a cluster with this token, or ``insecure`` without one; none for what the environment says."""
+    if insecure:
+        return {"RAY_AUTH_MODE": "disabled"}
+    return {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token.resolve())}
+
+
+def past_proxies(address: str) -> dict[str, str]:
+    """The variables with which the host of ``address`` is reached without a proxy."""
+    host = urlsplit(address if "//" in address else f"//{address}").hostname
+    return without_proxy(*([host] if host else []))
 
 
 @contextmanager

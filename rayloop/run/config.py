@@ -37,6 +37,7 @@ from rayloop.run.lifetime import (
     check_durations,
     with_time_to_compile,
 )
+from rayloop.run.place import from_start
 from rayloop.run.roles import Placement, ReferenceSettings, RoleSettings
 from rayloop.transports.settings import BroadcastTransport, ObjectStoreTransport, Placed, TransportSettings, problems
 
@@ -278,6 +279,7 @@ _IN_EVALUATION = " in evaluations (evaluation.over)"
 def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConfig:
     """The checked configuration, with the files ``over`` laid over it. Raises ConfigError with file and line."""
     config = load(path, overrides, RunConfig, over)
+    config = from_start(config, path.parent, Path(config.output) / config.name)
     check_components(config)
     check_durations(config)
     check_durations(config.in_evaluation, _IN_EVALUATION)

@@ -13,6 +13,7 @@ from rayloop.core.model_files import ADAPTERS, Resolved, Stored, are_adapters, h
 from rayloop.core.types import Version
 from rayloop.run.checkpoint import Checkpoint, CheckpointStore, complete
 from rayloop.run.config import RunConfig
+from rayloop.run.place import from_start, started_in
 
 
 def export(source: Path, out: Path, dtype: str) -> int:
@@ -48,7 +49,7 @@ def find_checkpoint(source: Path) -> Checkpoint:
 def recorded(file: Path) -> RunConfig:
     """The configuration that a run wrote into its folder. Raises ConfigError that names unknown keys."""
     try:
-        return load(file, [], RunConfig)
+        return from_start(load(file, [], RunConfig), file.parent)
     except ConfigError as error:
         raise ConfigError(
             f"{error}\nIt was written by another version of rayloop. Remove the unknown keys from {file}, or use that version"
@@ -60,14 +61,22 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
     from rayloop.engines.models.saving import save_model
     from rayloop.engines.training.fsdp import FsdpEngine
 
-    config = recorded(checkpoint.folder.parents[1] / "config.yaml")
+    run = checkpoint.folder.parents[1]
+    config = recorded(run / "config.yaml")
+    try:
+        source = resolve(config.model.path, config.model.revision).folder
+    except ConfigError as error:
+        base = started_in(run)
+        hint = "A relative path goes from the folder in which the run was started: export it there"
+        if base is not None:
+            hint = f"The run was started in {base}, and it is not there either"
+        raise ConfigError(f"{error} (seen from {Path.cwd()}). {hint}") from error
     with tempfile.TemporaryDirectory() as meeting:
         engine = FsdpEngine(
             config.model, config.policy.engine, config.policy.optimizer, config.policy.loss,
             rank=0, world_size=1, init_method=f"file://{meeting}/store", seed=config.seed,
         )  # fmt: skip
         engine.load(checkpoint.trainer, checkpoint.sums)
-        source = resolve(config.model.path, config.model.revision).folder
         save_model(source, out, engine.export(Version(checkpoint.lineage, checkpoint.step)), dtype, limits=config.model)
         engine.close()
     if tint := config.model.position_tint:

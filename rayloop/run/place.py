@@ -12,6 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
 
 from rayloop.core.failures import ConfigError
 from rayloop.core.files import needed, trusted, write_whole
@@ -21,6 +24,34 @@ logger = logging.getLogger(__name__)
 
 OWN = ".runs"
 """Folder beside the rendezvous folders, one file per live run. No cluster's name begins with a dot."""
+
+C = TypeVar("C", bound=BaseModel)
+
+STARTED_IN = "started_in"
+"""A file of the run folder: the folder in which the run's command was started, from which its relative paths go."""
+PATHS = ("model.path", "reference.path", "data.train", "data.eval")
+"""Keys whose relative paths are looked for there as well."""
+
+
+def started_in(run: Path) -> Path | None:
+    """The folder in which the run was started; None when that is not known."""
+    with suppress(OSError):
+        return Path((run / STARTED_IN).read_text(encoding="utf-8"))
+    return None
+
+
+def from_start(config: C, *runs: Path) -> C:
+    """A run's configuration in which each relative path of ``PATHS`` that leads nowhere from here, but does from where one of
+    ``runs`` (folders) was started, is absolute."""
+    for base in filter(None, map(started_in, runs)):
+        for key in PATHS:
+            section, _, name = key.partition(".")
+            part = getattr(config, section)
+            typed = getattr(part, name)
+            if typed and not Path(typed).exists() and (base / typed).exists():
+                part = part.model_copy(update={name: str((base / typed).resolve())})
+                config = config.model_copy(update={section: part})
+    return config
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """How a run does, from its folder alone: the state for a person or a program."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+from rayloop.run.checkpoint import MARKER, CheckpointStore
 from rayloop.run.folder import RunFolder
 from rayloop.view.reader import Record
 from rayloop.view.vitals import Vitals
@@ -20,6 +22,11 @@ def status(folder: RunFolder, now: float, events: Iterable[Record]) -> dict[str,
     for event in events:
         vitals.take(event)
     holder = folder.lock.holder()
+    # A process that was killed behind a save has not recorded it.
+    with suppress(OSError):
+        newest = CheckpointStore(folder.checkpoints, keep=1).find("auto")
+        if newest is not None and newest.step != vitals.checkpoint_step:
+            vitals.checkpoint_step, vitals.checkpoint_time = newest.step, (newest.folder / MARKER).stat().st_mtime
     metrics = {key.removeprefix("recovery/"): value for key, value in vitals.metrics(now).items()}
     roles = {name: {key: int(metrics[f"{key}/{name}"]) for key in KEYS} for name in vitals.roles}
     return {

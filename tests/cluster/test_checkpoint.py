@@ -204,7 +204,7 @@ def test_a_full_disk_names_the_bytes_and_leaves_the_previous_checkpoint(tmp_path
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     size = sum(f.stat().st_size for f in (tmp_path / "step_000001").rglob("*") if f.is_file())
-    with full_disk(2000), pytest.raises(CheckpointStorageFailed, match=rf"step 2 .* about {size:,} bytes .* are free"):
+    with full_disk(2000), pytest.raises(CheckpointStorageFailed, match=rf"step 2 .* about {size:,} bytes.* are free"):
         save(store, 2)
     with full_disk(2000), pytest.raises(CheckpointStorageFailed, match="arrays of the state"):
         asyncio.run(store.save(2, {"held": np.zeros(1000)}, lambda folder: write_weights(folder, 2, 1)))
@@ -217,7 +217,7 @@ def test_a_full_disk_names_the_bytes_and_leaves_the_previous_checkpoint(tmp_path
 @pytest.mark.parametrize(
     ("error", "reported"),
     [
-        (CheckpointError("rank 1 could not write"), r"rank 1 could not write.*\(4,000 were written\)"),
+        (CheckpointError("rank 1 could not write"), r"rank 1 could not write.*4,000 were written"),
         (AttributeError("no engine yet"), "no engine yet"),
     ],
 )
@@ -255,7 +255,7 @@ def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(tmp_pa
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     gone = request.getfixturevalue("away")
-    with pytest.raises(CheckpointStorageFailed, match=r"step 2 could .* Stale file handle.* an unknown number are free") as why:
+    with pytest.raises(CheckpointStorageFailed, match=r"step 2 could .* Stale file handle.* an unknown number of bytes are free") as why:
         save(store, 2)
     assert why.value.exit_code == AGAIN
     gone.undo()

@@ -15,9 +15,9 @@ import psutil
 import pytest
 import yaml
 
-from rayloop.commands.submit import pack
+from rayloop.commands.submit import job_command, pack
 from rayloop.core.failures import ConfigError
-from rayloop.launch.ray_variables import joined_cluster, without_proxy
+from rayloop.launch.ray_variables import authentication, joined_cluster, without_proxy
 from tests.support.heads import Head, checkout, cluster_command, head
 from tests.support.runs import eventually, settings, tagged
 
@@ -62,6 +62,23 @@ def test_keys_and_what_links_lead_to_elsewhere_stay_here(
     with zipfile.ZipFile(pack(folder, tmp_path / "package.zip")) as package:
         assert sorted(package.namelist()) == ["c.py", "code/a.py"]
     assert "judge.key" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_a_printed_command_works_in_a_shell_that_knows_nothing(tmp_path: Path, insecure: bool) -> None:
+    """Its ``ray`` says what it was called with."""
+    token = tmp_path / "my token"
+    token.write_text("secret", encoding="utf-8")
+    ray = tmp_path / "bin" / "ray"
+    ray.parent.mkdir()
+    ray.write_text('#!/bin/sh\necho "$RAY_AUTH_MODE $RAY_AUTH_TOKEN_PATH $@"\n', encoding="utf-8")
+    ray.chmod(0o755)
+    line = job_command(authentication(None if insecure else token, insecure), "http://head:8265", "stop", "raysubmit_1")
+    shell = {"PATH": f"{ray.parent}:/usr/bin:/bin"}
+    said = subprocess.run(["sh", "-c", line], env=shell, capture_output=True, text=True, check=True).stdout.strip()
+    expected = "disabled " if insecure else f"token {token}"
+    assert said == f"{expected} job stop --address http://head:8265 raysubmit_1"
+    assert "secret" not in line
 
 
 def test_an_unchanged_checkout_makes_the_same_package(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_a_stop_after_a_lost_driver_is_75_only_when_all_it_did_is_saved(
 def test_every_driver_gets_what_the_first_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So one that follows before anything is saved begins where the first did (``Origin``), not with what was rewound."""
     stage = Stage(tmp_path, [lives(1, saves=1), lives(2), lives(2, saves=2)])
+    stage.folder.path.mkdir()
     CheckpointStore(stage.folder.checkpoints, keep=3).next_lineage()
     assert stage.run(monkeypatch, "somewhere") is None
     assert stage.reported == [("somewhere", 1)] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 
 from rayloop.core import events, incidents
 from rayloop.core.events import Event
+from rayloop.run.checkpoint import CheckpointStore
 from rayloop.run.folder import RunFolder
 from rayloop.run.records.metrics import validate
+from rayloop.view.status import status
 from rayloop.view.vitals import HOUR, Vitals
 
 ACTORS = {"rollout": 3, "environment": 2, "policy": 2}
@@ -142,3 +145,20 @@ def test_what_is_appended_is_read_once_and_a_torn_line_later(folder: RunFolder) 
     vitals.update()
     vitals.update()
     assert vitals.roles["rollout"].lost == 1
+
+
+def test_status_names_the_newest_checkpoint_on_disk(folder: RunFolder) -> None:
+    """A process that was killed behind a save has not recorded it."""
+
+    async def trainer(path: str) -> None:
+        Path(path, "weights").write_bytes(b"1234")
+
+    folder.write_config("steps: 100\n")
+    reported(folder, *begun(), (events.CheckpointEvent("step_000060", 1.0), 60))
+    assert status(folder, time.time(), folder.events)["checkpoint_step"] == 60
+    store = CheckpointStore(folder.checkpoints, keep=2)
+    store.next_lineage()
+    asyncio.run(store.save(64, {}, trainer))
+    found = status(folder, time.time(), folder.events)
+    assert found["checkpoint_step"] == 64
+    assert -1 < found["checkpoint_age"] < 600
