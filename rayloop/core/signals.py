@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What asks a process to end. SIGHUP is that of a terminal that was closed: the kernel and the shell each send one."""
+HANGUP: int = getattr(signal, "SIGHUP", 0)
+"""A terminal was closed: the kernel and the shell each send one. Windows has none."""
+STOP = (signal.SIGTERM, signal.SIGINT, *([HANGUP] if HANGUP else []))
+"""What asks a process to end."""
 
 
 class StopSignals:
@@ -23,7 +25,7 @@ class StopSignals:
         leave_terminal()
         if self.first is None:
             self.first = number
-        elif number != signal.SIGHUP:
+        elif number != HANGUP:
             self.again = True
 
     def near_limit(self) -> bool:
@@ -44,7 +46,7 @@ def leave_terminal() -> None:
 def handling(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
     """Let ``handler`` answer these signals within the block; the ones before come back. SIGHUP stays ignored where it is: the
     process was started by nohup. Only in the main thread."""
-    numbers = tuple(n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN)
+    numbers = tuple(n for n in numbers if n != HANGUP or signal.getsignal(n) != signal.SIG_IGN)
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

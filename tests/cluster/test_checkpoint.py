@@ -255,7 +255,9 @@ def test_storage_that_is_away_fails_a_save_by_name_and_the_next_one_works(tmp_pa
     store = CheckpointStore(tmp_path, keep=2)
     save(store, 1)
     gone = request.getfixturevalue("away")
-    with pytest.raises(CheckpointStorageFailed, match=r"step 2 could .* Stale file handle.* an unknown number of bytes are free") as why:
+    with pytest.raises(
+        CheckpointStorageFailed, match=r"step 2 could .* Stale file handle.* an unknown number of bytes are free"
+    ) as why:
         save(store, 2)
     assert why.value.exit_code == AGAIN
     gone.undo()
