@@ -37,7 +37,7 @@ SERVICES = (
 )  # fmt: skip
 HEAD_SERVICES = ("port", "dashboard-port", "ray-client-server-port")
 ATTEMPTS = 5
-"""Failures of Ray in a row after which a worker ends."""
+"""Failures of Ray in a row after which a worker ends; the pauses between them take four minutes in all (``backed_off``)."""
 RESTARTS = 6
 """Times an hour that a head restarts a Ray that ended by itself."""
 PARTING = 15.0
@@ -165,6 +165,7 @@ def worker(a: argparse.Namespace, place: Rendezvous, signals: StopSignals) -> in
             if a.program or failures == ATTEMPTS:
                 raise
             print(f"node: {error}\nnode: trying again, {failures} of {ATTEMPTS} attempts failed", flush=True)
+            backed_off(signals, failures - 1)  # what is in the way, as a full disk, may last longer than the attempts take
             continue
         failures = 0
         if why in (End.SIGNAL, End.PROGRAM):

@@ -20,6 +20,7 @@ from rayloop.core.signals import StopSignals, handling
 from rayloop.launch import node, rendezvous, restarts, slurm_job
 from rayloop.launch.network import NoFreePorts, block, port_range
 from rayloop.launch.rendezvous import Head, NoHead, Rendezvous
+from rayloop.launch.restarts import BACKOFF, LONGEST
 
 
 @pytest.fixture
@@ -175,12 +176,16 @@ def test_a_worker_whose_ray_fails_tries_again_a_few_times(tmp_path: Path, monkey
             raise end
         return end
 
+    pauses = list[float]()
     monkeypatch.setattr(node, "_join", join)
+    monkeypatch.setattr(node, "backed_off", lambda _, before: pauses.append(min(BACKOFF * 2**before, LONGEST)))
     assert node.worker(arguments, Rendezvous(tmp_path, "mine"), StopSignals()) == 0
+    pauses.clear()
     ends[:] = [node.NodeFailed("too slow")] * node.ATTEMPTS
     with pytest.raises(node.NodeFailed, match="too slow"):
         node.worker(arguments, Rendezvous(tmp_path, "mine"), StopSignals())
     assert not ends
+    assert sum(pauses) >= 200, "its patience is one of seconds"
 
 
 def test_a_node_that_requeues_its_job_outlives_the_signal_that_this_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
