@@ -82,13 +82,13 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
         _shown(config, folder, address) as progress,
         _recorded(folder, origin),
     ):
-        with needed(folder.path):
-            write_whole(folder.path / STARTED_IN, str(Path.cwd()).encode())
         hashes = identity(config)
         if (checkpoint := origin.find()) is None:
             folder.write_config(dump(config))
         else:
             check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
+        with needed(folder.path):
+            write_whole(folder.path / STARTED_IN, str(Path.cwd()).encode())
         names = namespace(folder.path)
         room = store(config, read_shape(config.model.path, config.model.revision).parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)

@@ -10,6 +10,7 @@ from rayloop.core.failures import ConfigError
 from rayloop.launch.restarts import supervised
 from rayloop.run.config import read
 from rayloop.run.folder import RunFolder
+from rayloop.run.place import from_start
 from rayloop.run.preflight import idle_settings, preflight
 
 
@@ -30,6 +31,7 @@ def _train(arguments: argparse.Namespace) -> int:
         return supervised([sys.executable, "-m", "rayloop", *sys.argv[1:], "--again=0"], arguments.again)
     with cluster(arguments) as (address, temporary):
         config = read(arguments.config, arguments.overrides)
+        config = from_start(config, Path(config.output) / config.name)  # a run that was begun in another folder
         preflight(config)
         if arguments.console:
             from rayloop.commands.console import serve_beside
@@ -61,6 +63,7 @@ def add_try(parser: argparse.ArgumentParser) -> None:
 
 def _try(arguments: argparse.Namespace) -> int:
     config = read(arguments.config, arguments.overrides)
+    config = from_start(config, Path(config.output) / config.name)
     preflight(config, trains=False, reads=("train",))
     from rayloop.cluster.stages.trial import try_row  # imports torch
 

@@ -279,7 +279,7 @@ _IN_EVALUATION = " in evaluations (evaluation.over)"
 def read(path: Path, overrides: list[str], over: Sequence[Path] = ()) -> RunConfig:
     """The checked configuration, with the files ``over`` laid over it. Raises ConfigError with file and line."""
     config = load(path, overrides, RunConfig, over)
-    config = from_start(config, path.parent, Path(config.output) / config.name)
+    config = from_start(config, path.parent)
     check_components(config)
     check_durations(config)
     check_durations(config.in_evaluation, _IN_EVALUATION)

@@ -40,17 +40,17 @@ def started_in(run: Path) -> Path | None:
     return None
 
 
-def from_start(config: C, *runs: Path) -> C:
-    """A run's configuration in which each relative path of ``PATHS`` that leads nowhere from here, but does from where one of
-    ``runs`` (folders) was started, is absolute."""
-    for base in filter(None, map(started_in, runs)):
-        for key in PATHS:
-            section, _, name = key.partition(".")
-            part = getattr(config, section)
-            typed = getattr(part, name)
-            if typed and not Path(typed).exists() and (base / typed).exists():
-                part = part.model_copy(update={name: str((base / typed).resolve())})
-                config = config.model_copy(update={section: part})
+def from_start(config: C, run: Path) -> C:
+    """A run's configuration in which each relative path of ``PATHS`` that leads nowhere from here, but does from where the ``run``
+    (its folder) was started, is absolute."""
+    base = started_in(run)
+    for key in PATHS if base else ():
+        section, _, name = key.partition(".")
+        part = getattr(config, section)
+        typed = getattr(part, name)
+        if base and typed and not Path(typed).exists() and (base / typed).exists():
+            part = part.model_copy(update={name: str((base / typed).resolve())})
+            config = config.model_copy(update={section: part})
     return config
 
 

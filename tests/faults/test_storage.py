@@ -69,7 +69,7 @@ def test_storage_that_comes_back_costs_no_step(tmp_path: Path, digits_model: Pat
 
 
 def test_storage_that_stays_away_ends_the_run_to_be_started_again(tmp_path: Path, digits_model: Path) -> None:
-    config = settings(tmp_path, digits_model, steps=400, checkpoint__every=2, recovery={"start_timeout": 20.0})
+    config = settings(tmp_path, digits_model, steps=400, checkpoint__every=2, recovery={"start_timeout": 120.0})
     with run(config) as made:
         made.until_event("checkpoint", step=2)
         made.folder.rename(tmp_path / "aside")

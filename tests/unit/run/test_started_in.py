@@ -14,7 +14,7 @@ from rayloop.estimate.shape import read_shape
 from rayloop.run import export
 from rayloop.run.checkpoint import Checkpoint
 from rayloop.run.config import read
-from rayloop.run.place import STARTED_IN
+from rayloop.run.place import STARTED_IN, from_start
 from rayloop.run.preflight import known
 from tests.support.runs import settings
 
@@ -45,8 +45,9 @@ def test_paths_that_lead_nowhere_from_here_go_from_where_the_run_was_started(run
 def test_a_recipe_that_continues_a_run_finds_what_the_run_found(run: Path, tmp_path: Path) -> None:
     recipe = Path("mine.yaml")
     recipe.write_text((run / "config.yaml").read_text(encoding="utf-8"), encoding="utf-8")
-    assert read(recipe, []).model.path == str(tmp_path / "home" / "m")
-    assert read(recipe, ["name=another"]).model.path == "m", "nothing is known of a run that has not begun"
+    config = read(recipe, [])
+    assert from_start(config, run).model.path == str(tmp_path / "home" / "m")
+    assert from_start(config, run.with_name("another")).model.path == "m", "nothing is known of a run that has not begun"
 
 
 @pytest.mark.parametrize("typed", ["m", "../m", "../home/gone", "./m"])

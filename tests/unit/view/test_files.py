@@ -23,6 +23,7 @@ def trained(task: str, reward: float | None, sample: int = 0) -> RolloutRecord:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     folder = RunFolder.at(tmp_path)
+    folder.rollouts.path.mkdir()
     steps = ({"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": None, "val/reward/mean": 0.75})
     folder.metrics.path.write_text(
         "".join(json.dumps({"schema_version": 1, "time": 1.0, **step}) + "\n" for step in steps), encoding="utf-8"
