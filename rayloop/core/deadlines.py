@@ -14,7 +14,7 @@ from rayloop.core.types import Summary
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Awaited:
     """``what`` names the call and its task, ``actor`` is the handle that should answer; ``starts``: its process is being made.
     ``limit`` ends the wait, for which ``why`` is then the reason."""
