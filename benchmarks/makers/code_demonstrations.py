@@ -17,7 +17,7 @@ from rayloop.config.settings import SettingsModel, load
 from rayloop.core.failures import EnvironmentFailed
 from rayloop.core.protocols import Environment
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.dataset import field
+from rayloop.data.messages import field
 from rayloop.envs.interpreter.text import CLOSED, clue, opened
 from rayloop.recipes import write_rows
 from rayloop.recipes.pyvision.data import QuestionRows, answered

@@ -105,7 +105,7 @@ def _length(config: RunConfig) -> Length | None:
     except ConfigError as error:
         print(f"token lengths are not counted: {error}")
         return None
-    return lambda task: len(renderer.prompt(task.messages).token_ids)
+    return lambda task: len(renderer.prompt(task.messages, task.tools).token_ids)
 
 
 def _validate(arguments: argparse.Namespace) -> int:

@@ -93,7 +93,8 @@ class Message:
 @dataclass(frozen=True, slots=True)
 class Task:
     """One dataset row. ``source`` names the data source (metrics are split by it); ``extra`` is passed through. ``environment``:
-    the kind to play it in, one of ``environment.kinds``; empty for the one of ``environment.episode``."""
+    the kind to play it in, one of ``environment.kinds``; empty for the one of ``environment.episode``. ``tools``: schemas in
+    OpenAI's form that the chat template shows where the environment has no tools of its own."""
 
     id: str
     messages: tuple[Message, ...]
@@ -101,6 +102,7 @@ class Task:
     source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def images(self) -> list[ImageSource]:

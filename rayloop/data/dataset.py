@@ -1,7 +1,5 @@
 """Rows of a data file as tasks. A row that cannot become a task is quarantined with its place and the reason."""
 
-import base64
-import binascii
 import dataclasses
 import json
 import os
@@ -13,21 +11,17 @@ from typing import Any, Protocol
 from rayloop.config.explain import short
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, DataFailure
-from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.rows import rows
-
-PLACEHOLDER = "<image>"
-"""Where an image goes inside a text, in verl's and TRL's datasets."""
-
+from rayloop.core.types import ImageSource, Task
+from rayloop.data.messages import ENCODED, blank, field, image_entry, messages, offered, without_nulls
+from rayloop.data.rows import parsed, rows
 
 TRUTHS = ("reward_model.ground_truth", "ground_truth", "answer", "answers", "solution", "label", "target")
 """Columns in which datasets keep the answer; the first that a row has counts."""
-_ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR")
-"""How PNG, JPEG and WebP begin in base64."""
+PROMPTS = ("prompt", "messages", "problem")
+"""Columns in which datasets keep the question; the first that a row has counts, unless another is named."""
+_FROM_PARQUET = re.compile(r"\.parquet:\d+$")
 _MAGIC = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
-_LONGEST_PATH = 4096
-"""Characters; Linux has no longer ones."""
 
 
 class Reader(Protocol):
@@ -131,7 +125,7 @@ def like_images(value: Any) -> bool:
         case Mapping():
             return any(map(like_images, (value.get("bytes"), value.get("path"))))
         case str():
-            return value.startswith(("data:image/", *_ENCODED)) or value.lower().endswith(_SUFFIXES)
+            return value.startswith(("data:image/", *ENCODED)) or value.lower().endswith(_SUFFIXES)
     return isinstance(value, bytes) and value.startswith(_MAGIC)
 
 
@@ -166,13 +160,15 @@ def _several(value: Any) -> Sequence[Any]:
 
 class ChatRows:
     """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and the Hub. ``prompt``: a text, or a list of {role,
-    content} or its JSON. The k-th ``<image>`` (or image part) is the row's k-th image; without any, images come first. The id:
+    content} or its JSON, with calls of tools; ``tools``: schemas, for environments without tools of their own. The k-th
+    ``<image>`` (or image part) is the row's k-th image; without any, images come first. The id:
     ``id``, ``extra_info``'s id or data_source/split/index, or file:line. ``extra`` has every column but
     pictures that the row itself holds, and ``extra_info``."""
 
     class Settings(SettingsModel):
         prompt: str = "prompt"
-        """Column of the messages. Set it when yours is called otherwise, for example ``question``."""
+        """Column of the messages; by default ``messages`` (whose last answer is the row's) and ``problem`` will do too. Set it when
+        yours is called otherwise, for example ``question``."""
         images: str = "images"
         """Column of the images, a list or one alone; may be absent or empty. By default ``image`` will do too."""
         truth: str | None = None
@@ -184,25 +180,43 @@ class ChatRows:
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
         """The row as a task. Raises DataFailure."""
-        prompt = self._settings.prompt
-        if prompt not in row:
-            present = ", ".join(list(row)[:20]) or "none"
-            raise DataFailure(where, f"no column {prompt!r}; the row's: {present}. Name the right one with data.reader.with.prompt")
+        prompt = self._prompt(row, where)
         value = field(row, prompt, where)
-        messages = _listed(value, where)
-        plain = {"prompt": value} if isinstance(value, str) and messages is None else {}
+        listed = _listed(value, where)
+        plain = {"prompt": value} if isinstance(value, str) and listed is None else {}
+        said = [{"role": "user", "content": value}] if listed is None else listed
+        tools = parsed(row.get("tools"))
+        if _FROM_PARQUET.search(where):
+            said, tools = without_nulls(said), without_nulls(tools)
+        said, answer = _asked(said) if prompt == "messages" else (said, None)
+        _without_films(row, said, where)
         images = self._images(row, where, root)
         info = _mapping(row, "extra_info", where)
-        shown = _messages([{"role": "user", "content": value}] if messages is None else messages, images, where, root)
+        shown = messages(said, images, where, root)
         apart = {"prompt"}
         if any(isinstance(part, ImageSource) and part.data is not None for message in shown for part in message.parts):
             # The task has these pictures; beside it they would cost their size once more.
-            apart |= {self._image_column(row), *([] if messages is None else [prompt])}
+            apart |= {self._image_column(row), *([] if listed is None else [prompt])}
         columns = {name: value for name, value in row.items() if name not in apart}
+        truth = self._truth(row, where)
         return Task(
-            _identity(row, info, where), shown, self._truth(row, where), str(row.get("data_source") or ""),
+            _identity(row, info, where),
+            shown,
+            answer if truth is None else truth,
+            str(row.get("data_source") or ""),
             {**columns, **plain, **info},
-        )  # fmt: skip
+            tools=offered(tools),
+        )
+
+    def _prompt(self, row: Mapping[str, Any], where: str) -> str:
+        """The column of the messages. Raises DataFailure for a row that has none."""
+        prompt = self._settings.prompt
+        usual = PROMPTS if prompt == ChatRows.Settings().prompt else (prompt,)
+        found = next((name for name in usual if name in row), None)
+        if found is None:
+            present = ", ".join(list(row)[:20]) or "none"
+            raise DataFailure(where, f"no column {prompt!r}; the row's: {present}. Name the right one with data.reader.with.prompt")
+        return found
 
     def _image_column(self, row: Mapping[str, Any]) -> str:
         column = self._settings.images
@@ -220,7 +234,26 @@ class ChatRows:
         name = self._settings.truth
         if name is not None:
             return field({name: _at(row, name, where)}, name, where)
-        return next((value for known in TRUTHS if not _blank(value := _at(row, known, where))), None)
+        return next((value for known in TRUTHS if not blank(value := _at(row, known, where))), None)
+
+
+def _asked(listed: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    """The messages before a last answer, and that answer: a column ``messages`` has whole conversations."""
+    last = listed[-1] if len(listed) > 1 else None
+    if not (isinstance(last, Mapping) and last.get("role") == "assistant"):
+        return listed, None
+    said = last.get("content")
+    if isinstance(said, list | tuple):
+        said = "".join(str(part.get("text") or "") for part in said if isinstance(part, Mapping))
+    return listed[:-1], said
+
+
+def _without_films(row: Mapping[str, Any], listed: Sequence[Any], where: str) -> None:
+    """Raises DataFailure for a text that has a place for a film or a sound of the row, of which the policy is shown nothing."""
+    texts = [message["content"] for message in listed if isinstance(message, Mapping) and isinstance(message.get("content"), str)]
+    for kind in ("video", "audio"):
+        if any(row.get(name) for name in (kind, f"{kind}s")) and any(f"<{kind}>" in text for text in texts):
+            raise DataFailure(where, f"<{kind}> in a text: the policy is shown no {kind}. Give frames as images, or another reader")
 
 
 def _listed(prompt: Any, where: str) -> Any:
@@ -255,97 +288,6 @@ def _at(row: Mapping[str, Any], name: str, where: str) -> Any:
         return row[name]
     column, _, key = name.partition(".")
     return _mapping(row, column, where).get(key) if key else None
-
-
-def _blank(value: Any) -> bool:
-    """Whether a value is there only in form: null, NaN or a text of white space."""
-    return value is None or (isinstance(value, float) and value != value) or (isinstance(value, str) and not value.strip())
-
-
-def field(row: Mapping[str, Any], name: str, where: str) -> Any:
-    """A required, non-empty field of a row. Raises DataFailure."""
-    value = row.get(name)
-    if _blank(value) or value == []:
-        raise DataFailure(where, f"the field {name!r} is missing or empty")
-    return value
-
-
-def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
-    """An image column's entry: a path (relative to ``root`` unless absolute), a data URL, base64 or bytes, also in a mapping as
-    ``image``, ``path`` or ``bytes``. Raises DataFailure for anything else, URLs included: nothing is downloaded."""
-    value: Any = entry
-    if isinstance(entry, Mapping):
-        value = next((entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None)
-        if isinstance(value, str) and entry.get("bytes") is not None:
-            return ImageSource(data=_decoded(value, where))
-    if isinstance(value, bytes):
-        return ImageSource(data=value)
-    if not isinstance(value, str) or not value:
-        expected = "a path, a data URL, {image: path}, {path: ...} or {bytes: ...}"
-        raise DataFailure(where, f"an image must be {expected}, found {short(entry)}")
-    if value.startswith("data:") or (value.startswith(_ENCODED) and re.fullmatch(r"[\w+/=\s-]{100,}", value)):
-        return ImageSource(data=_decoded(value, where))
-    if re.match("https?://", value):
-        raise DataFailure(where, f"images are not downloaded: {short(value)}. Save it beside the data and give its path")
-    if len(value) > _LONGEST_PATH:
-        raise DataFailure(where, f"a path of {len(value)} characters: {short(value)}")
-    return ImageSource(path=str(root / value.removeprefix("file://")))
-
-
-def _decoded(text: str, where: str) -> bytes:
-    """The bytes of base64 text, line breaks allowed, or of a data URL. Raises DataFailure."""
-    head, _, body = text.partition(",") if text.startswith("data:") else ("base64", "", text)
-    try:
-        if not head.endswith("base64"):
-            raise ValueError("a data URL must end in ;base64 before the comma")
-        return base64.b64decode("".join(body.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise DataFailure(where, f"the image is no base64: {error}, in {short(text)}") from error
-
-
-def _messages(listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], where: str, root: Path) -> tuple[Message, ...]:
-    """The messages, with the row's images at their places. Raises DataFailure when places and images differ in number."""
-    contents = []
-    for message in listed:
-        role, content = field(message, "role", where), field(message, "content", where)
-        if not isinstance(role, str):
-            raise DataFailure(where, f"a message's role must be a text, found {short(role)}")
-        contents.append((role, _pieces(content, where, root)))
-    if contents[-1][0] == "assistant":
-        why = "the prompt ends with the assistant's turn, which the policy would be shown"
-        raise DataFailure(where, f"{why}: remove the last turn, or use it as the answer")
-    shown = sum(not isinstance(piece, str) for _, pieces in contents for piece in pieces)
-    places = sum(piece is None for _, pieces in contents for piece in pieces)
-    if images and not shown:  # as TRL does
-        first = next((pieces for role, pieces in contents if role == "user"), contents[-1][1])
-        first[:0] = [None] * len(images)
-    elif places != len(images):
-        raise DataFailure(where, f"{places} {PLACEHOLDER} placeholders for {len(images)} images")
-    remaining = iter(images)
-    return tuple(
-        Message(role, tuple(next(remaining) if piece is None else piece for piece in pieces if piece != ""))
-        for role, pieces in contents
-    )
-
-
-def _pieces(content: Any, where: str, root: Path) -> list[str | ImageSource | None]:
-    """A message's content as texts and images in reading order; None is a place for the next of the row's images."""
-    pieces: list[str | ImageSource | None] = []
-    if isinstance(content, str):
-        for text in content.split(PLACEHOLDER):
-            pieces += [None, text]
-        return pieces[1:]
-    for part in content if isinstance(content, list | tuple) else (content,):
-        match part:
-            case {"type": "text", "text": str(text)}:
-                pieces += _pieces(text, where, root)
-            case {"type": "image"}:
-                inline = any(part.get(key) is not None for key in ("image", "path", "bytes", "url"))
-                pieces.append(image_entry(part, where, root) if inline else None)
-            case _:
-                parts = 'a text, or a list of {"type": "text", "text": ...} and {"type": "image"}'
-                raise DataFailure(where, f"a message's content must be {parts}, found {short(part)}")
-    return pieces
 
 
 def _identity(row: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> str:

@@ -16,12 +16,18 @@ DECODED_AT_ONCE = 2**28
 """Bytes that they may become then."""
 EXPANSION, LEAST_DECODED = 1000, 2**29
 """A parquet file may become so many times its size, and this many bytes in any case: columns that repeat a long prompt do."""
+_TAR = slice(257, 262)
+"""Where a tar archive says so."""
 _NEEDED = "one JSON object per line is needed"
 _ARRAY = "is a JSON array"
 
 
 def rows(path: Path) -> Iterator[tuple[str, Any]]:
     """(file:line, row) of each row, or a DataFailure for a bad line; in arrays and parquet file:number. Raises ConfigError."""
+    if path.is_dir() or {*"*?"} & {*path.name}:
+        shards = path if path.is_dir() else path.parent
+        joined = f"import pyarrow.parquet as p; p.write_table(p.read_table('{shards}'), 'rows.parquet')"
+        raise ConfigError(f'{path}: rows are read from one file. Join the shards: python -c "{joined}"')
     if not path.is_file():
         raise ConfigError(f"{path} is no file; data files are JSONL, a JSON array or parquet")
     if path.suffix == ".parquet":
@@ -68,6 +74,8 @@ def _other_shape(path: Path) -> str:
         head = file.read(_HEAD)
     if head.startswith(b"\x1f\x8b"):
         return "is compressed; unpack it first (gunzip)"
+    if head[_TAR] == b"ustar":
+        return f"is a tar archive; {_NEEDED}, with paths of images that lie beside it: tar -xf FILE"
     if head.startswith(b"PAR1"):
         return "is a parquet file; name it .parquet"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -125,7 +133,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
             if decoded > most:
                 why = f"its first {number + len(batch)} rows have {decoded:,} bytes, more than {EXPANSION} times the file's"
                 raise ConfigError(f"{path}: {why}: it was made to fill a memory. Write it again as JSONL if it is yours")
-            found = batch.to_pylist()
+            found = batch.to_pylist(maps_as_pydicts="lossy")
             del batch
             for row in found:
                 number += 1

@@ -62,6 +62,10 @@ def check(
             found.images.setdefault(image, where)
     if warning := dataset.warning(compares):
         print(f"warning: {warning}")
+    if offering := sum(bool(task.tools) for task in dataset):
+        print(f"{path}: {offering} rows have tools, which the chat template shows where the environment has none of its own")
+    elif any(task.extra.get("tools") for task in dataset):
+        print(f"warning: the column 'tools' of {path} is no list of schemas, and nothing shows it to the policy")
     if repeated:
         print(f"warning: {len(repeated)} rows of {path} repeat another one: {_some(repeated)}")
     if lengths:
@@ -94,6 +98,7 @@ def _row(task: Task, images: Sequence[str], reads: bool) -> str:
     """The hash of what an episode of the task depends on, whatever its id: the question and its images; and the other columns, of
     which games that begin with the same image differ, where an environment ``reads`` them or there is no image."""
     texts = [part for message in task.messages for part in message.parts if isinstance(part, str)]
+    texts += [str(value) for message in task.messages for value in message.fields.values()]
     own = sorted(str((k, v)) for k, v in task.extra.items() if k not in PLACES and not like_images(v))
     return hashlib.sha256(repr((texts, images, own if reads or not images else "")).encode()).hexdigest()
 

@@ -204,7 +204,7 @@ class _Episode:
         await self._blamed("__init__", self.environment.make(settings.step_timeout))
         first: Observation = await self._call("reset", self.request.task, timeout=settings.step_timeout)
         self._check("reset", "return Observation", first)
-        tools = await self._call("tools", timeout=settings.step_timeout)
+        tools = await self._call("tools", timeout=settings.step_timeout) or list(self.request.task.tools)
         rendered = await self.prompts.of(first.messages, tools, settings.step_timeout)
         limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
         if len(rendered.token_ids) > limit:

@@ -105,6 +105,7 @@ class ToolCalls:
 
     def step(self, text: str) -> StepResult:
         """Carry out the call. A call that cannot be is answered with the reason, as an error. Raises ToolDeadline."""
+        name = ""
         try:
             call = tool_call(text)
             if call is None:
@@ -114,8 +115,8 @@ class ToolCalls:
                 raise ToolError(f"there is no tool {name[:SHOWN]!r}; the tools are: {', '.join(self._tools)}")
             result = self._result(self._tools[name], arguments)
         except ToolError as error:
-            return StepResult(self._shown(f"Error: {error}"), error=str(error))
-        return StepResult(self._shown(str(result.text), *pictures(result.images)))
+            return StepResult(self._shown(f"Error: {error}", name=name), error=str(error))
+        return StepResult(self._shown(str(result.text), *pictures(result.images), name=name))
 
     def _result(self, tool: "_Checked", arguments: Mapping[str, Any]) -> ToolResult:
         """What the tool answers. Raises ToolError, also for other errors that the call is to blame for, ToolDeadline, and what
@@ -148,8 +149,10 @@ class ToolCalls:
         for checked in tools.values():
             getattr(checked.tool, "close", tuple)()
 
-    def _shown(self, *parts: str | ImageSource) -> Observation:
-        return Observation((Message(self._settings.role, parts),))
+    def _shown(self, *parts: str | ImageSource, name: str = "") -> Observation:
+        """The result of the tool ``name``; some templates write whose it is (gpt-oss, Gemma 4)."""
+        named = {"name": name} if name in self._tools and self._settings.role == "tool" else {}
+        return Observation((Message(self._settings.role, parts, named),))
 
 
 def _with_system(messages: Sequence[Message], text: str) -> tuple[Message, ...]:

@@ -108,7 +108,7 @@ class Examples:
             turns.append(Turn(role, rendered.token_ids, tuple(image.ref for image in rendered.images)))
             images.update({image.ref.sha256: image.data for image in rendered.images if image.data is not None})
 
-        show("prompt", self.renderer.prompt(task.messages))
+        show("prompt", self.renderer.prompt(task.messages, task.tools))
         for assistant, messages in groupby(checked(self.answers.answer(task, rng), task), key=lambda m: m.role == ASSISTANT):
             if assistant:
                 said = self.renderer.answer("".join(_texts(messages)), opening=True)

@@ -13,8 +13,8 @@ from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import ConfigError, DataFailure
 from rayloop.core.protocols import Box
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.dataset import PLACEHOLDER, field, image_entry
 from rayloop.data.images import probe
+from rayloop.data.messages import PLACEHOLDER, field, image_entry
 
 PROMPTS = Path(__file__).parent / "prompts"
 """Texts that ``template`` names."""

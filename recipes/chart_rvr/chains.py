@@ -19,8 +19,8 @@ import httpx
 
 from rayloop.core.failures import ConfigError, DataFailure, InfrastructureFailure
 from rayloop.core.files import write_whole
-from rayloop.data.dataset import image_entry
 from rayloop.data.images import data_url, encoding, portable, read
+from rayloop.data.messages import image_entry
 from rayloop.data.rows import rows
 from rayloop.recipes.chart_rvr.data import TYPES
 from rayloop.recipes.chart_rvr.rewards.embedders import openai_client

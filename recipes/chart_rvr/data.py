@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import Message, Task
-from rayloop.data.dataset import field, image_entry
+from rayloop.data.messages import field, image_entry
 from rayloop.data.rows import parsed
 from rayloop.recipes.chart_rvr.checkout import Checkout
 

@@ -11,7 +11,7 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.groups import Outcome, Scored
 from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import Message, Task, Trajectory, derive
-from rayloop.data.dataset import field
+from rayloop.data.messages import field
 
 
 def rows(train: int, evaluation: int, shortest: int, longest: int, seed: int) -> tuple[list[Any], list[Any]]:

@@ -12,8 +12,9 @@ from PIL import Image
 from rayloop.config.settings import SettingsModel
 from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message, Task
-from rayloop.data.dataset import ChatRows, field, image_entry
+from rayloop.data.dataset import ChatRows
 from rayloop.data.images import ANIMATED, FORMATS, read
+from rayloop.data.messages import field, image_entry
 
 Published = Literal[
     "vistool_with_img_info_v2", "vis_tool_with_img_info_wo_init_image_v2", "vis_tool_with_img_info_video_v4", "deepeyes"

@@ -21,10 +21,10 @@ from rayloop.config.settings import load
 from rayloop.core.failures import ConfigError, DataFailure, ImageRefused
 from rayloop.core.files import write_whole
 from rayloop.core.types import ImageSource, derive
-from rayloop.data.dataset import image_entry
 from rayloop.data.images import FOREIGN, FORMATS, MAX_PIXELS, probe
 from rayloop.data.images import frame as read_frame
 from rayloop.data.images import read as read_image
+from rayloop.data.messages import image_entry
 from rayloop.data.published.films import FRAMES_PER_SECOND, taken_apart
 from rayloop.data.published.source import ColumnMap, NewSplit, entries, folder, fractions, mapped, present
 from rayloop.sandbox.pictures import rgb

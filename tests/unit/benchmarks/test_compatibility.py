@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages.compatible import templates
-from benchmarks.pages.compatible.artefacts import PUBLISHED, Published
+from benchmarks.pages.compatible import rows, templates, tokenizers
+from benchmarks.pages.compatible.artefacts import FORMS, PUBLISHED, Published
 from tests.support.runs import ROOT
 
 PAGE = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
@@ -39,3 +39,16 @@ def test_each_template_is_in_the_table_and_has_a_source() -> None:
     folder: Path = ROOT / "tests/published"
     assert {file.stem for file in folder.glob("*.jinja")} == {one.name for one in PUBLISHED}
     assert "Apache-2.0" in (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_of_tokenizer_has_transformers_tokens_and_keeps_typed_markup_text(form: str) -> None:
+    assert tokenizers.tried(form) == (True, True, True)
+    assert cells(form)[1:] == [templates.EQUAL] * 3
+
+
+def test_each_layout_of_rows_is_read_as_the_page_says() -> None:
+    lines = list(rows.section())
+    assert [line for line in lines if line not in PAGE] == [], "make docs"
+    refused = [line for line in lines if "refused" in line]
+    assert len(refused) == 2, "films, and a prompt that is a number"

@@ -83,6 +83,19 @@ def run(
     return asyncio.run(play(asked or request(), owned, renderer, chosen, engine.generate)), engine
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "description": "", "parameters": {"type": "object"}}}
+
+
+def test_the_rows_own_tools_are_shown_where_the_environment_has_none(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = list[list[Any]]()
+    prompt = renderer.prompt
+    monkeypatch.setattr(renderer, "prompt", lambda messages, tools=(): (offered.append([*tools]), prompt(messages))[1])
+    task = Task("t", (Message("user", ("Weather?",)),), tools=(TOOL,))
+    run(renderer, SingleTurn(SingleTurn.Settings()), [("a", END)], request(task))
+    run(renderer, SingleTurn(SingleTurn.Settings()), [("a", END)])
+    assert offered == [[TOOL], []]
+
+
 NEXT = {"text": "go on"}
 
 

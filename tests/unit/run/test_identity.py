@@ -20,7 +20,7 @@ from rayloop.recipes.digits.data import DigitRows
 from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore
 from rayloop.run.config import RunConfig
 from rayloop.run.export import recorded
-from rayloop.run.identity import about, changes, check, identity
+from rayloop.run.identity import TEMPLATE_TIME, about, changes, check, dated, identity
 from tests.support.runs import ROOT, set_key, settings
 
 MODEL = ROOT / "recipes/arc_vision/tiny"
@@ -245,3 +245,38 @@ def test_a_run_folder_of_another_version_is_refused_with_key_and_file(made: Run)
     assert f"{file}:" in message
     assert "policy.engine.freeze_vision: unknown key" in message
     assert f"Remove the unknown keys from {file}" in message
+
+
+def test_a_date_in_the_prompts_is_that_of_the_runs_beginning(tmp_path: Path) -> None:
+    """In its folder, for each start; in a checkpoint, for a run that begins from one; none where the template shows none."""
+    run = Run(tmp_path / "a")
+    assert dated(run.config.model, run.folder) == run.config.model
+    template = run.model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}" + template.read_text(encoding="utf-8"), encoding="utf-8")
+    began = dated(run.config.model, run.folder).chat_template_kwargs["strftime_now"]
+    (run.folder / TEMPLATE_TIME).write_text("2026-01-31T23:59:00\n", encoding="utf-8")
+    again = dated(run.config.model, run.folder)
+    assert (began == "2026-01-31T23:59:00", again.chat_template_kwargs) == (False, {"strftime_now": "2026-01-31T23:59:00"})
+    then = {"chat_template_kwargs": {"strftime_now": "2025-12-24"}}
+    other = tmp_path / "b"
+    other.mkdir()
+    assert dated(run.config.model, other, then).chat_template_kwargs == {"strftime_now": "2025-12-24"}
+    assert (other / TEMPLATE_TIME).read_text(encoding="utf-8") == "2025-12-24\n"
+    chosen = run.config.model.model_copy(update={"chat_template_kwargs": {"strftime_now": "2024-02-29"}})
+    assert dated(chosen, run.folder) == chosen
+
+
+def test_the_templates_variables_do_not_change_within_a_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.values["model"] = {**run.values["model"], "chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs.* was .*Set it back"):
+        check(run.checkpoint, run.config, run.hashes)
+
+
+def test_a_checkpoint_without_variables_of_the_template_is_continued(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    dates = {"strftime_now": "2026-01-31"}
+    run.values["model"] = {**run.values["model"], "chat_template_kwargs": dates}
+    then = run.checkpoint
+    then.about["config"]["model"].pop("chat_template_kwargs", None)
+    check(then, run.config, run.hashes)
