@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from rayloop.chat.rendering import Renderer
 from rayloop.core.model_files import ADAPTERS, WHOLE_MODEL
 from rayloop.engines.models import has_vision, image_limits, in_both_spellings
 from rayloop.engines.settings import ModelSettings
@@ -31,8 +32,9 @@ def save_model(
     config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write ``tensors`` (checkpoint names) as a model folder, with the other files of the folder ``source``. ``dtype``: float32 or
-    bfloat16, None: the tensors' own, which is one. ``limits``: the run's, for the image processor: the model then sees pictures
-    at the sizes that it was trained with. ``config``: keys of config.json that change, also in the language model's part."""
+    bfloat16, None: the tensors' own, which is one. ``limits``: the run's, for the image processor and ``generate``: the model then
+    sees pictures at the sizes that it was trained with, and ends answers where it did. ``config``: keys of config.json that change,
+    also in the language model's part."""
     target.mkdir(parents=True, exist_ok=True)
     if dtype is not None:
         tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
@@ -44,6 +46,7 @@ def save_model(
     _change_config(target / "config.json", kept, config or {})
     if limits is not None:
         _set_limits(target, limits)
+        _set_ends(target, limits)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / WHOLE_MODEL, {"format": "pt"})
     shutil.copymode(target / "config.json", target / WHOLE_MODEL)  # as the umask says; safetensors makes files private
 
@@ -71,6 +74,17 @@ def _set_limits(folder: Path, settings: ModelSettings) -> None:
         if isinstance(part, dict):
             part |= limits
             _write(file, found)
+
+
+def _set_ends(folder: Path, settings: ModelSettings) -> None:
+    """Let transformers and vLLM end an answer at the tokens at which the run did: a template may end turns with another one than
+    the base model's texts."""
+    file = folder / "generation_config.json"
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    text = described.get("text_config") or described
+    kept = {name: text[name] for name in ("bos_token_id", "pad_token_id") if text.get(name) is not None}
+    found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else kept
+    _write(file, {**found, "eos_token_id": sorted(Renderer(settings).end_tokens)})
 
 
 def _write(file: Path, value: Any) -> None:
