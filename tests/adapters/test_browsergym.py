@@ -78,6 +78,31 @@ def test_a_screenshot_is_shown_and_a_wrong_click_pays_nothing() -> None:
     assert (image.width, image.height) == (498, 321), "332 x 214, half as large again"
 
 
+@pytest.mark.parametrize(("success_at", "paid"), [({}, 1), ({"success_at": None}, 3)])
+def test_one_of_three_cards_is_the_greatest(success_at: dict[str, Any], paid: int) -> None:
+    """The page gives .1 for a wrong card, and BrowserGym makes 1 of every reward above 0."""
+    results = [played(kind(), row("find-greatest", steps=4, **success_at), chooses_card(number)).env_result for number in range(3)]
+    assert results.count(1.0) == paid
+    assert results.count(0.0) == 3 - paid
+
+
+CARDS = ("13", "15", "17")
+"""BrowserGym's ids of the page's cards, which the tree leaves out."""
+
+
+def chooses_card(number: int) -> Callable[[str], str]:
+    """Clicks the card of that number, from the left, and then Submit."""
+    clicks: list[str] = []
+
+    def says(seen: str) -> str:
+        if not clicks:
+            (submit,) = re.findall(r"\[(\d+)\] button 'Submit'", seen)
+            clicks.extend([f"click('{submit}')", f"click('{CARDS[number]}')"])
+        return clicks.pop() if clicks else "noop()"
+
+    return says
+
+
 def test_what_is_no_action_is_answered_and_never_run(tmp_path: Path) -> None:
     made_by = tmp_path / "made"
     wrong = [

@@ -14,11 +14,15 @@ TIMEOUT = 30_000
 """Milliseconds for a page to be there. An action has half a second, as BrowserGym says."""
 
 
-def play(task: str, seed: int, messages: Any, actions: Any = "miniwob_all", see: str = "screenshot", steps: int = 10) -> float:
+def play(
+    task: str, seed: int, messages: Any, actions: Any = "miniwob_all", see: str = "screenshot", steps: int = 10,
+    success_at: float | None = 1.0,
+) -> float:  # fmt: skip
     """One episode of the row's column ``task``, such as miniwob.click-test. Further columns: ``actions``, subsets of BrowserGym's
     actions (``bid`` and ``coord`` upload files, ``nav`` opens any address); ``see``: screenshot, axtree or both; ``steps``, after
-    which it ends. Returns the sum of the rewards. Raises RuntimeError for a page that hangs after an action, ConnectionError for a
-    browser that is gone, and what Playwright raises for a page that is not there."""
+    which it ends; ``success_at``, the page's own reward from which on a task of MiniWoB++ is solved (None: any above 0, as
+    BrowserGym pays, a wrong card of find-greatest too). Returns the sum of the rewards. Raises RuntimeError for a page that hangs
+    after an action, ConnectionError for a browser that is gone, and what Playwright raises for a page that is not there."""
     import gymnasium
     import openai
     from browsergym.core import env
@@ -43,15 +47,23 @@ def play(task: str, seed: int, messages: Any, actions: Any = "miniwob_all", see:
             said, new = answer.choices[0].message.content or "", []
             history.append({"role": "assistant", "content": said})
             try:
-                observed, reward, terminated, truncated, _ = browser.step(said)
+                observed, reward, terminated, truncated, info = browser.step(said)
             except TimeoutError:  # the page that the action has led to does not answer
                 raise RuntimeError(f"the page did not answer within {TIMEOUT / 1000:g} s after an action") from None
             except Error as error:  # an action's own errors are in ``observed``
                 raise ConnectionError(f"the browser: {error}") from error
-            total += reward
+            total += _paid(reward, info, success_at)
             if terminated or truncated:
                 break
     return total
+
+
+def _paid(reward: float, info: Any, success_at: float | None) -> float:
+    """BrowserGym's reward; of a page of MiniWoB++ whether the page's own reward reaches ``success_at``."""
+    of_the_page = info.get("task_info", {}).get("RAW_REWARD_GLOBAL")
+    if of_the_page is None or success_at is None:
+        return reward
+    return float(of_the_page >= success_at)
 
 
 def _seen(observed: Any, see: str) -> list[dict[str, Any]]:
