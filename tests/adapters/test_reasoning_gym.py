@@ -20,7 +20,7 @@ pytest.importorskip("reasoning_gym", reason="make test-adapters installs reasoni
 
 from reasoning_gym.factory import DATASETS
 
-from rayloop.envs.adapters.reasoning_gym import EVALUATING, RUNNING
+from rayloop.envs.adapters.reasoning_gym import CONSTANTS, EVALUATING, RUNNING
 
 pytestmark = pytest.mark.adapters
 USE = "rayloop.envs.adapters.reasoning_gym"
@@ -63,6 +63,45 @@ def test_a_task_that_evaluates_is_refused_by_name(name: str) -> None:
     assert name in DATASETS
     with pytest.raises(DataFailure, match=f"{name} (evaluates|runs)"):
         read(task=name, seed=1)
+
+
+PAYS_GUESSES = ("coin_flip", "game_of_life_halting")
+GUESSES = (*CONSTANTS, "nan", "inf", "-inf", "nan + nani", "1e309", "2", "yes", "[]", "{}", "()", "...", "0.1")
+
+
+PLAYED = sorted(set(DATASETS) - {*EVALUATING, *RUNNING, *PAYS_GUESSES})
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_no_task_pays_a_guess(name: str) -> None:
+    """In full; many scorers pay a part for an answer that is near."""
+    for seed in range(3):
+        task = read(task=name, seed=seed)
+        truth = str(task.ground_truth)
+        wrong = [guess for guess in GUESSES if not same_answer(guess, truth)]
+        outcomes = {guess: score(task, f"<answer>{guess}</answer>") for guess in wrong}
+        paid = {guess: outcome.value for guess, outcome in outcomes.items() if isinstance(outcome, Scored)}
+        assert paid.keys() == set(wrong)
+        assert {guess: value for guess, value in paid.items() if not value < 1} == {}, truth
+
+
+@pytest.mark.parametrize("name", PAYS_GUESSES)
+def test_a_task_whose_scorer_pays_a_guess_is_refused(name: str) -> None:
+    with pytest.raises(DataFailure, match=f"the scorer of {name} pays 1 for '.+' where '.+' is right: leave it out"):
+        read(task=name, seed=1)
+
+
+def same_answer(guess: str, truth: str) -> bool:
+    try:
+        return float(guess) == float(truth)
+    except ValueError:
+        return guess.casefold() == truth.strip().casefold()
+
+
+def test_a_number_that_is_not_finite_is_no_answer() -> None:
+    task = read(task="complex_arithmetic", seed=1)
+    assert score(task, "<answer>nan</answer>") == Scored(0.0, {"answered": 1.0, "exact": 0.0}, ("unreadable",))
+    assert score(task, f"<answer>{task.ground_truth}</answer>") == Scored(1.0, {"answered": 1.0, "exact": 1.0})
 
 
 def test_no_other_scorer_of_the_package_evaluates() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,13 @@ EVALUATING = (
 """Tasks whose scorer evaluates the policy's text as Python, in sympy's parser too: refused."""
 RUNNING = ("codeio", "composite")
 """Tasks that run programs from their data, or that hold others: refused."""
+
+
+CONSTANTS = ("0", "1", "True", "False", "x", "no answer")
+"""Answers that are wrong for every item but those that have them. A scorer that pays one of them in full pays a guess: of 0.1.25
+game_of_life_halting pays any text, and coin_flip the first digits of the answer."""
+_NOT_FINITE = re.compile(r"(?<![a-z])[+-]?(?:nan|inf|infinity)[ij]?(?![a-z])", re.IGNORECASE)
+"""A number that is not finite: a difference to it is not finite either, and complex_arithmetic pays that in full."""
 
 
 class ReasoningGymRows:
@@ -53,8 +61,13 @@ class ReasoningGymRows:
         self._shots = settings.shots
 
     def task(self, row: Mapping[str, Any], where: str, root: Path) -> Task:
-        """The row as a task. Raises DataFailure, also for tasks of ``EVALUATING`` and ``RUNNING``."""
+        """The row as a task. Raises DataFailure, also for tasks of ``EVALUATING`` and ``RUNNING``, and for an item whose scorer
+        pays one of ``CONSTANTS`` in full."""
         made, entry = _entry(row, where)
+        guess = _paid_guess(made, entry)
+        if guess is not None:
+            truth = str(entry["answer"])
+            raise DataFailure(where, f"the scorer of {row['task']} pays 1 for {guess!r} where {truth!r:.60} is right: leave it out")
         name, seed, index = row["task"], row["seed"], row.get("index") or 0
         if index < self._shots:
             raise DataFailure(where, f"index {index} is one of the {self._shots} solved questions (data.reader.with.shots)")
@@ -67,7 +80,8 @@ class ReasoningGymRows:
 
 class ReasoningGymScore:
     """The score that the package's own scorer gives to the last ``<answer>``, from 0 to 1; the row is made again for it. An answer
-    that the scorer cannot read gets 0 and the flag ``unreadable``. The component ``exact`` is 1 for a score of 1."""
+    that the scorer cannot read, or a number that is not finite where none is asked for, gets 0 and the flag ``unreadable``. The
+    component ``exact`` is 1 for a score of 1."""
 
     class Settings(SettingsModel):
         """Where the answer is."""
@@ -91,15 +105,42 @@ class ReasoningGymScore:
         text = context.texts[-1] if context.texts else ""
         answer = text.strip() if self._whole else extract_answer(text)
         found = {"answered": float(answer is not None)}
-        try:
-            value = float(made.score_answer(answer, entry))
-        except Exception as error:  # scorers raise whatever comes for a text that has not the form of an answer
-            if blame(error) is not Blame.POLICY:
-                raise
-            value = math.nan
+        value = _score(made, answer, entry)
         if not math.isfinite(value):
             return Scored(0.0, {**found, "exact": 0.0}, ("unreadable",))
         return Scored(value, {**found, "exact": float(value >= 1)})
+
+
+def _score(made: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
+    """The scorer's value; NaN for an answer that it cannot read. Raises what the policy's text cannot have caused."""
+    if answer and _NOT_FINITE.search(answer) and not _NOT_FINITE.search(str(entry["answer"])):
+        return math.nan
+    try:
+        return float(made.score_answer(answer, entry))
+    except Exception as error:  # scorers raise whatever comes for a text that has not the form of an answer
+        if blame(error) is not Blame.POLICY:
+            raise
+        return math.nan
+
+
+def _paid_guess(made: Any, entry: Mapping[str, Any]) -> str | None:
+    """One of ``CONSTANTS`` that is not the item's answer and is paid in full all the same."""
+    for guess in CONSTANTS:
+        if _same_answer(guess, str(entry["answer"])):
+            continue
+        if _score(made, guess, entry) >= 1:  # which NaN is not
+            return guess
+    return None
+
+
+def _same_answer(guess: str, answer: str) -> bool:
+    """The same text, or the same number."""
+    if guess.casefold() == answer.strip().casefold():
+        return True
+    try:
+        return float(guess) == float(answer)
+    except ValueError:
+        return False
 
 
 def _entry(row: Mapping[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
