@@ -77,8 +77,8 @@ def _token(folder: RunFolder, host: str, listening: socket.socket, insecure: boo
 
 
 def _written(folder: RunFolder, token: str) -> Path:
-    """A file with the token, which only this user can read: a new one, since whoever made the folder knows what was in it. Raises
-    ConfigError."""
+    """A file with the token, which only this user can read: a new one, since the user who made the folder knows what was in it.
+    Raises ConfigError."""
     for path in (folder.path / "console.key", own_copy(folder.cluster).with_suffix(".console.key")):
         with suppress(OSError):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

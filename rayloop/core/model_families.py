@@ -99,7 +99,7 @@ def _mixing(text: Mapping[str, Any]) -> str:
 
 
 def positions(text: Mapping[str, Any]) -> int | None:
-    """How many tokens of a text the model has learned to tell apart, by the configuration of its language model; None where it
+    """How many tokens of a text the model has learned to distinguish, by the configuration of its language model; None where it
     does not say. Rotary positions that are stretched (``rope_scaling``) count with their factor."""
     known = text.get("max_position_embeddings") or text.get("n_positions")
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}

@@ -40,7 +40,7 @@ def lives(pid: int) -> bool:
 
 
 def filled(*pids: int) -> int:
-    """Bytes of their written pages, whoever shares them, and of their memfd files. Pages that several of them share count once for
+    """Bytes of their written pages, shared or not, and of their memfd files. Pages that several of them share count once for
     each: ``filled_exactly`` divides them, and takes longer."""
     return _sum(pids, _OWN, "status")
 

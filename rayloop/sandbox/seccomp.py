@@ -28,9 +28,9 @@ _NAME_CALLS = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA: what
 _DESCRIPTOR_COMMANDS = (0, 1, 2, 3, 4, 1030)  # F_DUPFD to F_SETFL; no locks, which others see, nor F_SETOWN, which sends signals
 _MEMORY_ADVICE = (0, 4, 8, 10, 11, 14, 15, 16, 17)
 """What allocators say of their own pages. Not how files are read ahead, nor which pages may be shared (KSM) or leave memory:
-others could tell by the time that a page takes."""
+others could infer it from the time that a page takes."""
 _WAITS, _PRIVATE = (0, 9, 9 | 256), 128
-"""FUTEX_WAIT and WAIT_BITSET, also by the clock: how a thread's end is waited for, which the kernel tells. Any other futex must be
+"""FUTEX_WAIT and WAIT_BITSET, also by the clock: how a thread's end is waited for, as the kernel signals. Any other futex must be
 private: pages of a file are shared with other interpreters."""
 _BARRIERS = (0, 8, 16, 32, 64)  # of this process alone
 _SOCKET_QUESTIONS = (3, 4, 38, 39)  # SO_TYPE, SO_ERROR, SO_PROTOCOL, SO_DOMAIN; not whose process is at the other end

@@ -95,7 +95,7 @@ class Verifiers:
         return await judged if isinstance(judged, Awaitable) else judged
 
     async def equivalent(self, asked: Asked) -> Scored:
-        """Right or wrong by mathematics; wrong and ``undecided`` where that does not tell. The rules refuse first: math-verify
+        """Right or wrong by mathematics; wrong and ``undecided`` where that decides nothing. The rules refuse first: math-verify
         also reads what is no formula."""
         true = reference(asked.task)
         if self._confirm and decided(true, asked.answer, question(asked.task)) == WRONG:

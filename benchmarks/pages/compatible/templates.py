@@ -22,7 +22,7 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "weather",
-        "description": "Tells the weather.",
+        "description": "Reports the weather.",
         "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Where."}}, "required": ["city"]},
     },
 }

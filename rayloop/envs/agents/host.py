@@ -30,7 +30,7 @@ LOOK = 0.2
 TAIL, RESULT = 8192, 1 << 14
 """Bytes of its output that are kept, and more than a number or the names of exceptions have."""
 CHAIN, BASES, NAME = 8, 12, 80
-"""Exceptions that led to one another, classes of each, and characters of a class's name that are told."""
+"""Exceptions that led to one another, classes of each, and characters of a class's name that are reported."""
 ALONE = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000
 """Namespaces of users, process ids, mounts and IPC."""
 NO_NETWORK = 0x40000000
@@ -79,15 +79,15 @@ def _host(alone: bool) -> None:
         asked = json.loads(connection.readline())
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # what the agent leaves behind becomes a child of this process
     alone = asked["alone"] = alone and asked["alone"]
-    (output, written), (returned, returns), (status, tells) = os.pipe(), os.pipe(), os.pipe()
+    (output, written), (returned, returns), (status, reports) = os.pipe(), os.pipe(), os.pipe()
     most, before = int(asked["limits"]["memory_mb"]) << 20, _ended_for_memory("/proc/vmstat")
     with memory.bounded(most + most // 4) as asked["group"]:  # for what the sum, which says why, does not see
         ours, theirs = socket.socketpair()
         inside = alone and not asked["network"]
         asked["ours"] = output, returned, status, ours.fileno()
         namespaces = (ALONE | NO_NETWORK * inside) * alone
-        first = _started(lambda: _keep(asked, written, returns, tells, theirs if inside else None), namespaces)
-        for descriptor in (written, returns, tells, theirs.detach()):
+        first = _started(lambda: _keep(asked, written, returns, reports, theirs if inside else None), namespaces)
+        for descriptor in (written, returns, reports, theirs.detach()):
             os.close(descriptor)
         if inside and asked["address"]:
             threading.Thread(target=_relay, args=(ours, _port(asked)), daemon=True).start()
@@ -195,8 +195,8 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
             one.shutdown(end)
 
 
-def _keep(asked: Mapping[str, Any], written: int, returns: int, tells: int, passed: socket.socket | None) -> None:
-    """Be the parent of the agent and of all that it leaves behind, until the agent ends; ``tells`` gets how, and ``passed`` the
+def _keep(asked: Mapping[str, Any], written: int, returns: int, reports: int, passed: socket.socket | None) -> None:
+    """Be the parent of the agent and of all that it leaves behind, until the agent ends; ``reports`` gets how, and ``passed`` the
     socket on which an agent without a network asks."""
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -221,7 +221,7 @@ def _keep(asked: Mapping[str, Any], written: int, returns: int, tells: int, pass
     parent = os.getpid()
     agent = os.fork()
     if agent == 0:
-        os.close(tells)
+        os.close(reports)
         _die_with(parent)
         _become(asked, written, returns)
     os.close(written)
@@ -229,7 +229,7 @@ def _keep(asked: Mapping[str, Any], written: int, returns: int, tells: int, pass
     while True:
         pid, status = os.wait()
         if pid == agent:
-            os.write(tells, str(status).encode())
+            os.write(reports, str(status).encode())
             os._exit(0)
 
 
