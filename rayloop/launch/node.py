@@ -25,7 +25,7 @@ from rayloop.core.signals import STOP, StopSignals, handling
 from rayloop.launch import slurm_job
 from rayloop.launch.limits import memory_limit, ray_memory
 from rayloop.launch.network import Ports, block, kernels, port_range
-from rayloop.launch.ray_process import DRAIN, POLL, NodeFailed, child, kept_logs, ray_node, started, tail
+from rayloop.launch.ray_process import DRAIN, POLL, NodeFailed, child, kept_logs, ray_node, reap, started, tail
 from rayloop.launch.ray_variables import interface_settings, node_settings, temporary_folder, without_proxy
 from rayloop.launch.rendezvous import Gone, Head, NoHead, Rendezvous, Unpublished, accepts
 from rayloop.launch.restarts import RESTARTED, Budget, backed_off
@@ -216,6 +216,7 @@ def attend(
             return End.RAY
         if gone():
             return End.GONE
+        reap()
         time.sleep(POLL)
 
 
@@ -275,4 +276,5 @@ def _pause(seconds: float, signals: StopSignals, over: Callable[[], bool] = lamb
     """Wait ``seconds``, or until a second signal or ``over``."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not signals.again and not over():
+        reap()
         time.sleep(POLL)

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,12 +56,33 @@ except OSError as error:
 """
 """Asks for SIGTERM at its parent's death (prctl(2), PR_SET_PDEATHSIG), then becomes the command it is given. ``preexec_fn`` would
 run the libraries' after-fork hooks between fork and exec, and those of gRPC and torch crash."""
+_STARTED = weakref.WeakSet[subprocess.Popen[bytes]]()
+"""What ``child`` returned. Its exit code is for its owner, who polls it."""
 
 
 def child(command: Sequence[str], environment: Mapping[str, str], log: Any = None) -> subprocess.Popen[bytes]:
     """A process out of reach of the signals for our process group; it gets SIGTERM when this process dies."""
     shim = [sys.executable, "-ISc", CHILD, str(os.getpid())]
-    return subprocess.Popen([*shim, *command], env=environment, stdout=log, stderr=log, start_new_session=True)
+    process = subprocess.Popen([*shim, *command], env=environment, stdout=log, stderr=log, start_new_session=True)
+    _STARTED.add(process)
+    return process
+
+
+def reap() -> None:
+    """Take the exit codes of adopted processes that have ended (``adopt_orphans``). Until somebody does, each is a zombie, which
+    Ray counts as a living member of its job."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None:
+            return
+        owned = [process for process in _STARTED if process.pid == ended.si_pid and process.returncode is None]
+        if owned:
+            owned[0].poll()  # keeps the exit code for the owner
+        else:
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 @contextmanager

@@ -47,3 +47,48 @@ def test_a_signal_reaches_the_program(number: int) -> None:
     one = child(["sleep", "300"], os.environ)
     one.send_signal(number)
     assert one.wait(30) == -number
+
+
+ADOPTED = """
+import subprocess, time, psutil
+from rayloop.core.signals import StopSignals
+from rayloop.launch import node
+from rayloop.sandbox.kernel import adopt_orphans
+
+adopt_orphans()
+program = child(["true"], os.environ)
+ray = child(["sleep", "300"], os.environ)
+leaver = "import subprocess; subprocess.Popen(['sleep', '1'])"
+subprocess.run([sys.executable, "-c", leaver], check=True)
+until = time.monotonic() + 60
+
+def zombies():
+    found = psutil.Process().children()
+    return [one.pid for one in found if one.status() == psutil.STATUS_ZOMBIE]
+
+def nobody_left():
+    others = {one.pid for one in psutil.Process().children()} - {ray.pid}
+    return not others or time.monotonic() > until
+
+assert not nobody_left(), "the sleeper is adopted"
+why = node.attend(ray, None, StopSignals(), nobody_left)
+print(why.name, zombies(), program.poll(), ray.poll())
+ray.kill()
+"""
+
+
+def test_a_node_waits_for_what_it_adopted_and_leaves_exit_codes_to_their_owners() -> None:
+    done = subprocess.run([sys.executable, "-c", RUN + ADOPTED], check=False, timeout=120, capture_output=True, text=True)
+    assert done.stdout == "GONE [] 0 None\n", done.stderr
+
+
+def test_an_owner_gets_the_exit_code_of_a_child_that_was_seen_to_end() -> None:
+    code = """
+import time
+from rayloop.launch.ray_process import reap
+one = child(["sh", "-c", "exit 7"], os.environ)
+os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+reap()
+sys.exit(one.poll())
+"""
+    assert subprocess.run([sys.executable, "-c", RUN + code], check=False, timeout=60).returncode == 7
