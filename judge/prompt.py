@@ -1,5 +1,6 @@
 """What the model is asked, and how its reply is read. The prompt has instructions and examples first (a shared prefix), then the
-item, with the candidate fenced as data. A reply is one JSON object of the rubric's form, or no verdict; no part of it counts."""
+item, with the candidate fenced as data. A reply is one JSON object of the rubric's form, alone or in one code fence, or no verdict;
+no part of it counts."""
 
 import json
 import re
@@ -105,12 +106,14 @@ def _image(path: str) -> Mapping[str, Any]:
         raise InfrastructureFailure(f"{path}: the image cannot be read: {error}") from error
 
 
-REPLY_VERSION = 1
+REPLY_VERSION = 2
 """Part of the judge's fingerprint. Raise it with every change of the reading of replies."""
 SCORES = (0, 0.25, 0.5, 0.75, 1)
 """The scores that a scored rubric allows."""
 FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {"binary": ("verdict", ("correct", "incorrect")), "scored": ("score", SCORES)}
 """The key of a reply beside ``reason``, and its values, by the rubric's kind."""
+_FENCED = re.compile(r"(`{3,}|~{3,})[\w+.-]*\s*(\{.*\})\s*\1", re.DOTALL)
+"""A code fence of Markdown, with or without a language, around all of a reply: many models write one, asked for JSON or not."""
 
 
 class InvalidVerdict(ValueError):
@@ -127,21 +130,36 @@ class Judgement:
 
 
 def parse(text: str, kind: Literal["binary", "scored"]) -> Judgement:
-    """The verdict of a whole reply. Raises InvalidVerdict for anything but the one object of this kind."""
+    """The verdict of a whole reply. Raises InvalidVerdict for anything but the one object of this kind; a fence may be around."""
     name, allowed = FIELDS[kind]
+    fenced = _FENCED.fullmatch(text.strip())
+    whole = fenced.group(2) if fenced else text
     try:
         # strict=False: a grammar with a maxLength lets engines write control characters into the reason.
-        data = json.loads(text, strict=False, object_pairs_hook=_unique, parse_constant=_no_constant)
+        data = json.loads(whole, strict=False, object_pairs_hook=_unique, parse_constant=_no_constant)
         if not isinstance(data, dict) or data.keys() != {"reason", name} or not isinstance(data["reason"], str):
             raise ValueError(f"expected an object of reason and {name}")
         if isinstance(data[name], bool) or data[name] not in allowed:
             raise ValueError(f"{name} is none of {', '.join(map(str, allowed))}")
     except (ValueError, TypeError, RecursionError) as error:
-        raise InvalidVerdict(f"the judge's reply is no verdict ({error}): {text[:120]!r}") from error
+        why = _around(whole) or str(error)
+        raise InvalidVerdict(f"the judge's reply is no verdict ({why}): {text[:120]!r}") from error
     score = float(data[name] == "correct") if kind == "binary" else float(data[name])
     # At most 200 characters, without the lone surrogates that an escape such as \ud83d leaves: UTF-8 has none.
     reason = data["reason"][:200].encode(errors="ignore").decode()
     return Judgement(VerdictKind.CORRECT if score >= 0.5 else VerdictKind.INCORRECT, score, reason)
+
+
+def _around(text: str) -> str:
+    """What a reply has beside an object, and what helps; "" where that is not the matter."""
+    first, last = text.find("{"), text.rfind("}")
+    if "</think>" in text and text[:first].strip():
+        return "it begins with the model's reasoning: start the server with its reasoning parser, or turn thinking off"
+    if first < 0 or last < first:
+        return "it has no JSON object"
+    if text[:first].strip() or text[last + 1 :].strip():
+        return "text stands around the JSON object: the server does not enforce response_format's json_schema"
+    return ""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

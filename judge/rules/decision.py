@@ -12,6 +12,12 @@ from rayloop.judge.rules.question import Question, option
 
 _YES, _NO = frozenset({"yes", "true"}), frozenset({"no", "false"})
 _OPPOSITES = (frozenset({"yes", "no"}), frozenset({"true", "false"}))
+_WHO = "(?:it|he|she|they|there|this|that|these|those|you|we|i)"
+_VERB = "(?:is|are|was|were|am|do|does|did|could|has|have|had|would)"
+_IN_A_SENTENCE = re.compile(
+    rf"(yes), {_WHO} (?:{_VERB}|can|will)|(no), {_WHO} (?:{_VERB}(?: not|n't)|cannot|can't|will not|won't)", re.IGNORECASE
+)
+"""Yes or no, and the same said once more: "yes, it is". "Yes, it is not" contradicts itself."""
 _NOTHING = re.compile(r"\W*(?:none|nothing|empty.*|blank|null|zero|0|n/?a|nil|no .*|silence|∅|\\emptyset)?\W*", re.IGNORECASE)
 _DASH = re.compile(r"\s*(?:[-–—−/]+|_+|\.{2,}|…)\s*")
 _JUNK = re.compile(r"[.:,。：，…*_`#]|\.{2,}|\*+|_+|`+|#+|-{3,}")
@@ -41,7 +47,7 @@ _LONGEST = 8192
 """Characters of a question or reference that are searched; with a longer one only equal texts and empty answers are decided."""
 
 
-VERSION = 2
+VERSION = 3
 """Part of the judge's fingerprint. Raise it with every change of a decision."""
 
 
@@ -154,13 +160,19 @@ def _chosen(text: str, asked: Question) -> str | None:
 
 def _yes_no(wanted: str, got: str, asked: Question) -> Decision:
     """Yes and no, true and false. Across the two pairs, only agreement counts: "false" may be the answer to a statement."""
-    left, right = wanted.casefold(), got.casefold()
+    left, right = (_said(text, asked) for text in (wanted, got))
     if not {left, right} <= _YES | _NO or asked.options or asked.negated:
         return UNDECIDED
     if {left, right} in _OPPOSITES:
         return Decision(False, "yes_no", "the opposite")
     agree = (left in _YES) == (right in _YES) and (asked.blank or asked.asks_yes_or_no) and not asked.wording
     return Decision(True, "yes_no", "both say the same") if agree else UNDECIDED
+
+
+def _said(text: str, asked: Question) -> str:
+    """A text in small letters; "yes" or "no" where it says just that in a sentence, to a question that asks for it."""
+    found = _IN_A_SENTENCE.fullmatch(text) if asked.asks_yes_or_no else None
+    return (text if found is None else found.group(1) or found.group(2)).casefold()
 
 
 def items(text: str) -> tuple[str, list[str]] | None:

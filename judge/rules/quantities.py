@@ -42,7 +42,8 @@ _SPELLINGS = {
     "euro": "€", "EUR": "€", "GBP": "£", "JPY": "¥", "yen": "¥", "kmh": "km/h", "kph": "km/h",
     "° celsius": "°C", "° fahrenheit": "°F", "celsius": "°C", "fahrenheit": "°F",
 }  # fmt: skip
-_MONEY_OR_SHARE = {"$", "€", "£", "¥", "%"}
+_CURRENCIES = {"$", "€", "£", "¥"}
+_MONEY_OR_SHARE = {*_CURRENCIES, "%"}
 _MEASURED = {*_MONEY_OR_SHARE, "°", *_SCALES} - {"s", "min", "h"}
 _NEAR = Fraction(1, 100)
 """A number that is missed by less may have been rounded or read off: no rule calls it wrong."""
@@ -216,6 +217,10 @@ def _same_writing(wanted: Quantity, got: Quantity, question: Question, tolerance
 
 def _convert(wanted: Quantity, got: Quantity, question: Question) -> Relation:
     """Other units: equal after conversion, or far from it. A unit that only one has is the question's matter."""
+    currency = (wanted.unit or got.unit) if "" in (wanted.unit, got.unit) else ""
+    if currency in _CURRENCIES:
+        meant = question.asks_money and question.currencies <= {currency} and not (wanted.is_ambiguous or got.is_ambiguous)
+        return "same" if meant and wanted.value == got.value and not question.codes else "unclear"
     if {wanted.unit, got.unit} == {"%", ""}:
         same = question.names_percent and not question.names_points and wanted.value == got.value and abs(wanted.value) > 1
         return "same" if same else "unclear"

@@ -15,6 +15,23 @@ _UNITS = (
     "(?:square |cubic )?(?:(?:milli|centi|kilo)?(?:met(?:re|er)|gram|lit(?:re|er))s?|[mck]?m|[mk]?g|m?l|ha|hectares?|seconds?|sec"
     r"|min(?:ute)?s?|hours?|days?)"
 )
+_SENTENCE = re.compile(r"[.!?]\s+|\n")
+_ASKS_MONEY = re.compile(
+    r"(?:^|, )(?:"
+    r"how much (?:more |less )?(?:money|profit|revenue|income|change|tax)\b"
+    r"|(?:how much|what) (?:did|does|do|will|would|should|must|can) (?:[\w']+ ){1,4}(?:cost|pay|spend|earn|owe|charge)\b"
+    r"|what(?:'s| is| was| will be| would be) (?:the |her |his |their |its )?"
+    r"(?:(?:total|average|final|full|original|new|sales?) ){0,3}(?:cost|price|profit|revenue|income|salary|fee|bill)"
+    r"(?= (?:of|for|in|at|per|if|after|before)\b|$)"
+    r").*",
+    re.IGNORECASE,
+)
+_NO_AMOUNT = re.compile(r"%|\b(?:per ?cent\w*|ratio|fraction|share|margin|growth|increase|cents?|pence|times)\b", re.IGNORECASE)
+_SCALES = re.compile(r"\b(?:thousands?|millions?|billions?|trillions?|lakhs?|crores?|dozens?|bn|mn)\b", re.IGNORECASE)
+_CURRENCIES = {
+    "$": r"\$|\bdollars?\b|\busd\b", "€": r"€|\beuros?\b|\beur\b", "£": r"£|\bpounds?\b|\bgbp\b", "¥": r"¥|\byen\b|\bjpy\b",
+    "others": r"[₹₩₽₺₫₴₪฿]|\b(?:rupees?|rs|inr|yuan|rmb|cny|francs?|chf|pesos?|won|krw|roubles?|rubles?|lira|kr|reais|rand)\b",
+}  # fmt: skip
 _BOTH = re.compile(r"\b(?:yes|true|correct|right)\b\W{1,4}(?:(?:or|and)\W{1,4})?(?:no|false|incorrect|wrong)\b", re.IGNORECASE)
 _NEGATED = re.compile(
     r"\b(?:not|no|never|none|nothing|nobody|neither|nor|cannot|without|lack\w*|absent|missing|fail\w*|den(?:y|ies|ied)|disagree\w*|false"
@@ -125,6 +142,18 @@ class Question:
         r"(?:^\W*|[.!]\s+)(?:is|are|was|were|am|do|does|did|can|could|has|have|had|will|would|should|shall|may|might|must)\b"
         r"|\byes\b.{0,12}\bno\b|\btrue\b.{0,12}\bfalse\b"
     )
+
+    @cached_property
+    def asks_money(self) -> bool:
+        """Asks, in its last sentence, for an amount of money: not for a share of it, nor in thousands or cents."""
+        last = _SENTENCE.split(self.asked.rstrip(" \n\t.?!"))[-1]
+        found = _ASKS_MONEY.search(last)
+        return found is not None and not _NO_AMOUNT.search(found.group()) and not _SCALES.search(self.text)
+
+    @cached_property
+    def currencies(self) -> frozenset[str]:
+        """The signs of the currencies that it names ($, €, £, ¥), and "others"."""
+        return frozenset(sign for sign, names in _CURRENCIES.items() if re.search(names, self.text, re.IGNORECASE))
 
     @cached_property
     def codes(self) -> bool:

@@ -32,11 +32,12 @@ REPLIES = [
     ' {"verdict": "correct", "reason": ""} ',
     '{"reason": "r", "score": 0.75}', '{"reason": "r", "score": 0.25}', '{"reason": "r", "score": 0.6}', '{"verdict": "correct"}',
     '{"reason": "r", "verdict": "correct", "verdict": "incorrect"}', '{"reason": "r", "verdict": "Correct"}', "correct", "[]",
-    '```json\n{"reason": "r", "verdict": "correct"}\n```', '{"reason": "\\ud83d", "score": 1}', '{"reason": "r", "score": NaN}',
+    '```json\n{"reason": "r", "verdict": "correct"}\n```', '```\n{"reason": "r", "score": 1}\n{"reason": "r", "score": 0}\n```',
+    '{"reason": "\\ud83d", "score": 1}', '{"reason": "r", "score": NaN}',
     json.dumps({"reason": "long " * 100, "verdict": "correct"}),
 ]  # fmt: skip
 
-KNOWN = {"rules": (2, "e8e3909319e65f09"), "prompt": (2, "59b4d3a783d1205d"), "reply": (1, "68c9afb3e9eecd63")}
+KNOWN = {"rules": (3, "76ace3994fab4f1c"), "prompt": (2, "59b4d3a783d1205d"), "reply": (2, "450bb42a86d819c1")}
 """What is versioned -> its version, and the digest of what it does with the data of this test."""
 
 

@@ -194,9 +194,39 @@ INVALID = [
     "10/10 wrong", "Judgement: 1", "1", "correct", "", "null", "[]", '"correct"', "{}", '{"verdict": "correct"}',
     '{"reason": "x", "verdict": "Correct"}', '{"reason": "x", "verdict": 1}', '{"reason": "x", "verdict": true}',
     '{"reason": "x", "verdict": "correct", "score": 1}', '{"reason": "x", "verdict": "correct"} and more',
-    'Sure: {"reason": "x", "verdict": "correct"}', '```json\n{"reason": "x", "verdict": "correct"}\n```',
+    'Sure: {"reason": "x", "verdict": "correct"}',
     '{"reason": "x", "verdict": "incorrect", "verdict": "correct"}', "[" * 100_000,
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("opening", ["```json\n", "```\n", "```JSON ", " \n```json\r\n", "~~~\n", "````json\n", "```"])
+def test_a_code_fence_around_the_whole_object_is_taken_off(opening: str) -> None:
+    closing = opening.strip().rstrip("jsonJSON")
+    assert parse(f"{opening}{RIGHT}\n{closing}", "binary").score == 1
+    assert parse(f"{opening}{RIGHT}{closing} \n", "binary").score == 1
+    assert parse(f'{opening}{{"reason": "it says ```", "score": 0.25}}\n{closing}', "scored").score == 0.25
+
+
+WRONG = '{"reason": "x", "verdict": "incorrect"}'
+WRAPPED = [
+    (f"```json\n{RIGHT}\n{WRONG}\n```", "Extra data"),
+    (f"```json\n{RIGHT}\n```\n```json\n{WRONG}\n```", "text stands|Extra data|Expecting"),
+    (f"```json\n```json\n{RIGHT}\n```\n```", "text stands around the JSON object"),
+    (f"Here it is:\n```json\n{RIGHT}\n```", "text stands around the JSON object"),
+    (f"```json\n{RIGHT}\n```\nHope it helps", "text stands around the JSON object"),
+    (f"```json\n{RIGHT}", "text stands around the JSON object"),
+    (f"```json\n[{RIGHT}]\n```", "text stands around the JSON object"),
+    (f"```json\nverdict: {RIGHT}\n```", "text stands around the JSON object"),
+    (f"<think>both are five</think>\n{RIGHT}", "reasoning parser"),
+    (f"both are {{5}}</think>{RIGHT}", "reasoning parser"),
+    ("The answer is right.", "no JSON object"),
+]
+
+
+@pytest.mark.parametrize(("text", "why"), WRAPPED)
+def test_what_stands_around_the_object_is_named(text: str, why: str) -> None:
+    with pytest.raises(InvalidVerdict, match=why):
+        parse(text, "binary")
 
 
 @pytest.mark.parametrize("text", INVALID)
