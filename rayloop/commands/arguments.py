@@ -55,17 +55,19 @@ def live_cluster(folder: RunFolder) -> Iterator[Place]:
 def live_place(folder: RunFolder) -> Place:
     """Where the run in ``folder`` lives, and answers. Raises ConfigError when it is no live run of this user."""
     place = read_place(folder.cluster)
-    if folder.lock.holder() is None:  # killed: by now another program, or another user's, may have its ports
+    holder = folder.lock.holder()
+    if holder is None:  # killed: by now another program, or another user's, may have its ports
         raise ConfigError(f"{folder.path} is no live run: the process that ran it has ended, or was killed")
-    reachable(place.address, str(folder.cluster))
+    why = "the run has ended, or was killed" if holder.lives() else f"if the run lives, run this command where {holder} is"
+    reachable(place.address, str(folder.cluster), why)
     return place
 
 
-def reachable(address: str, what: str) -> None:
-    """Raises ConfigError when nobody listens there: Ray would try for half a minute."""
+def reachable(address: str, what: str, why: str = "the run has ended, or was killed") -> None:
+    """Raises ConfigError with ``why`` when nobody listens there: Ray would try for half a minute."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
         return
     with suppress(OSError), socket.create_connection((host, int(port)), timeout=5):
         return
-    raise ConfigError(f"{what}: no Ray cluster answers at {address}; the run has ended, or was killed")
+    raise ConfigError(f"{what}: no Ray cluster answers at {address}; {why}")

@@ -1,5 +1,5 @@
 """``status``, ``logs``, ``stacks`` and ``stop``: commands that need a run's folder and nothing else. ``stop`` sends SIGTERM to a
-process on this machine, and asks the driver of another machine's through the run's Ray cluster."""
+process that it can see, and asks the driver of another machine's or container's through the run's Ray cluster."""
 
 import argparse
 import json
@@ -123,7 +123,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _ask(folder: RunFolder, holder: Holder) -> None:
-    if holder.host != socket.gethostname():
+    if holder.lives() is None:
         with live_cluster(folder) as place:
             from rayloop.cluster.stages.live import stop_driver  # imports ray
 

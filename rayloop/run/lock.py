@@ -1,5 +1,6 @@
 """The lock of a run folder. ``run.lock`` names the holder, rewritten under ``flock`` or a file that only one can create. A holder
-on this host is looked up; another's heartbeat (the file's time) stops. Writers compare the number in ``run.fence`` first."""
+that this process can see is looked up; another's heartbeat (the file's time) stops. Writers compare the number in ``run.fence``
+first."""
 
 import collections.abc
 import contextlib
@@ -7,11 +8,12 @@ import errno
 import json
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Self
 
@@ -25,42 +27,49 @@ logger = logging.getLogger(__name__)
 HEARTBEAT = 15.0
 """Seconds between two signs of life."""
 SILENCE = 120.0
-"""Seconds without a sign of life after which a holder on another host counts as gone."""
+"""Seconds without a sign of life after which a holder that cannot be seen from here counts as gone."""
 JUDGING = 30.0
 """Seconds that others may take to judge and rewrite the file; one that was created instead of a flock is left over after them."""
 POLL, AGAIN = 0.1, 1.0
-"""Seconds between two tries to judge the file, and between two looks at a holder on another host."""
+"""Seconds between two tries to judge the file, and between two looks at a holder that cannot be seen."""
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process, such that no other process is ever equal to it. ``started`` is its creation time in Unix seconds."""
+    """A process, such that no other process is ever equal to it. ``started`` is its creation time in Unix seconds; ``pids`` names
+    its PID namespace ("" in a lock that an earlier version wrote): containers of one host may share all else, even the pid."""
 
     pid: int
     host: str
     boot_id: str
     started: float
+    pids: str = ""
 
     @classmethod
     def this_process(cls) -> Self:
         """The process that calls."""
-        return cls(os.getpid(), socket.gethostname(), _boot_id(), psutil.Process().create_time())
+        return cls(os.getpid(), socket.gethostname(), _boot_id(), psutil.Process().create_time(), _pid_namespace())
 
-    def gone(self, silence: float) -> bool:
-        """Whether the process has ended, as far as this host can see. ``silence``: seconds since its last heartbeat."""
-        if self.host != socket.gethostname():
-            return silence > SILENCE
-        if self.boot_id != _boot_id():
-            return True
+    def lives(self) -> bool | None:
+        """Whether the process runs; None when that cannot be seen from here: it belongs to another host, container or boot (two
+        hosts may have one name), or /proc hides it."""
+        if self.host != socket.gethostname() or self.boot_id != _boot_id() or self.pids != _pid_namespace():
+            return None
         try:
             process = psutil.Process(self.pid)
-            return bool(process.status() == psutil.STATUS_ZOMBIE or abs(process.create_time() - self.started) > 1)
+            return bool(process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) <= 1)
         except psutil.NoSuchProcess:
-            return True
+            return None if _hidden(self.pid) else False
+
+    def gone(self, silence: float) -> bool:
+        """Whether the process has ended, as far as can be seen from here. ``silence``: seconds since its last heartbeat."""
+        lives = self.lives()
+        return silence > SILENCE if lives is None else not lives
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        apart = self.host == socket.gethostname() and self.pids not in ("", _pid_namespace())
+        return f"process {self.pid} on {self.host}{', in another container' if apart else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +124,7 @@ class RunLock:
 
     def acquire(self) -> Holder | None:
         """Take the lock; its parent folder exists. Returns the dead holder if there was one; waits up to ``SILENCE`` s for a holder
-        on another host. Raises RunNameInUse, and ConfigError when the file system does not answer."""
+        that cannot be seen from here. Raises RunNameInUse, and ConfigError when the file system does not answer."""
         me, seen = Holder.this_process(), 0.0
         while True:
             with _alone(self.path) as file:
@@ -125,7 +134,7 @@ class RunLock:
                     self._raise_fence()
                     _write(file, json.dumps(asdict(me)))
                     break
-            if former.host == me.host or seen not in (0.0, beat):
+            if former.lives() or seen not in (0.0, beat):
                 raise RunNameInUse(
                     f"{self.path.parent} belongs to a live run ({former}). Choose another name, or end that run first."
                 )
@@ -173,7 +182,7 @@ class RunLock:
                 _write(file, "")
 
     def holder(self) -> Holder | None:
-        """Who holds it and lives, as far as this host can see; None when nobody does. Takes nothing, and waits for nobody."""
+        """Who holds it and lives, as far as can be seen from here; None when nobody does. Takes nothing, and waits for nobody."""
         try:
             with self.path.open(encoding="utf-8") as file:
                 holder, beat = _read(file), os.fstat(file.fileno()).st_mtime
@@ -272,7 +281,8 @@ def _read(file: IO[str]) -> Holder | None:
     """The holder in the file; None when it is empty or was torn while being written."""
     file.seek(0)
     try:
-        return Holder(**json.loads(file.read()))
+        found = json.loads(file.read())
+        return Holder(**{field.name: found[field.name] for field in fields(Holder) if field.name in found})
     except (ValueError, TypeError):
         return None
 
@@ -287,9 +297,28 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
 
 
+def _pid_namespace() -> str:
+    """The PID namespace of this process, such as ``pid:[4026531836]``; "" where the kernel does not say."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _hidden(pid: int) -> bool:
+    """Whether a process that /proc does not show is there: with ``hidepid`` it shows none of other users."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def _now(folder: Path) -> float:
     """The file system's time: hosts that share it may disagree about the clock."""
-    probe = folder / f".clock-{socket.gethostname()}-{os.getpid()}"
+    probe = folder / f".clock-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     probe.touch()
     try:
         return probe.stat().st_mtime

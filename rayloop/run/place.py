@@ -116,7 +116,8 @@ def read_place(file: Path) -> Place:
         if file.exists():
             raise ConfigError(
                 f"{file.parent} is no live run of yours: its {file.name} is not followed, since {own} does not know it. If you "
-                "started it on another machine or with another RAYLOOP_RENDEZVOUS, run this command there, or set that variable"
+                "started it on another machine, in another container or with another RAYLOOP_RENDEZVOUS, run this command there, "
+                "or set that variable"
             ) from error
         raise ConfigError(
             f"{file.parent} is no live run: there is no {file.name}. Name the folder of a run that is running, or start one "

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import ray
 
 from rayloop.cli import main
 from rayloop.cluster.stages import live
+from rayloop.commands import live as live_command
 from rayloop.core import events, incidents
 from rayloop.run.folder import RunFolder
+from rayloop.run.lock import Holder
 from rayloop.run.place import Place
 
 
@@ -98,6 +101,7 @@ HOLDER = """
 import signal, sys, time
 from rayloop.core import events
 from rayloop.run.folder import RunFolder
+from rayloop.run.lock import Holder
 folder = RunFolder.at(sys.argv[1])
 def end(*_):
     if sys.argv[2] == "deaf":
@@ -175,3 +179,20 @@ def test_a_driver_that_ends_as_it_is_asked_to_is_no_error(found: Any, taken: boo
     monkeypatch.setattr(ray, "get", get)
     with nullcontext() if taken else pytest.raises(live.NoAnswer, match="does not answer"):
         live.stop_driver(Place("127.0.0.1:1", "", "rayloop-run"))
+
+
+def test_status_and_stop_of_a_run_in_another_container(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, signals = list[Place](), list[int]()
+    elsewhere = replace(Holder.this_process(), pids="pid:[1]")
+    place = Place("127.0.0.1:1", "", "x")
+    monkeypatch.setattr(live_command.os, "kill", lambda *_: signals.append(1))
+    monkeypatch.setattr(live_command, "live_cluster", lambda _: nullcontext(place))
+    monkeypatch.setattr(live, "stop_driver", asked.append)
+    folder.lock.path.write_text(json.dumps(asdict(elsewhere)), encoding="utf-8")
+    assert main(["status", str(folder.path)]) == 0
+    assert f"process {elsewhere.pid} on {elsewhere.host}, in another container runs it" in capsys.readouterr().out
+    monkeypatch.setattr(live_command, "_waited", lambda *_: 0)
+    assert main(["stop", str(folder.path)]) == 0
+    assert (asked, signals) == ([place], []), "the same number may be another process here"

@@ -26,8 +26,9 @@ class Hosts:
         self.path, self._patch = path, patch
         self.held: list[RunLock] = []
 
-    def take(self, host: str) -> RunLock:
+    def take(self, host: str, pids: str = "pid:[1]") -> RunLock:
         self._patch.setattr(lock.socket, "gethostname", lambda: host)
+        self._patch.setattr(lock, "_pid_namespace", lambda: pids)
         taken = RunLock(self.path)
         taken.acquire()
         self.held.append(taken)
@@ -121,6 +122,17 @@ def test_a_dead_holder_of_another_host_is_waited_out_and_a_live_one_refused(host
     with pytest.raises(RunNameInUse, match="belongs to a live run"):
         hosts.take("c")
     live.fence.check()
+
+
+def test_a_live_holder_in_another_container_of_the_host_is_refused_and_a_dead_one_waited_out(hosts: Hosts) -> None:
+    first = hosts.take("a", "pid:[1]")
+    with pytest.raises(RunNameInUse, match=rf"belongs to a live run \(process {os.getpid()} on a, in another container\)"):
+        hosts.take("a", "pid:[2]")
+    first.fence.check()
+    hosts.suspend(first)
+    began = time.monotonic()
+    hosts.take("a", "pid:[2]")
+    assert time.monotonic() - began > 0.5, "it could have been alive"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

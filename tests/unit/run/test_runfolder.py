@@ -10,10 +10,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from rayloop.core.failures import ConfigError, RunNameInUse, StorageFailed
@@ -22,7 +23,7 @@ from rayloop.core.types import EndReason, ImageRef, Sampling, Summary, Task, Tra
 from rayloop.rewards.saved import played
 from rayloop.run import lock
 from rayloop.run.folder import RESTARTS, RunFolder, _ends, rollout_record
-from rayloop.run.lock import Holder
+from rayloop.run.lock import Holder, RunLock
 from rayloop.run.records.jsonl import JsonLines
 
 HOLD = """
@@ -85,14 +86,39 @@ def test_a_released_lock_is_free(tmp_path: Path, other_process: subprocess.Popen
         assert folder.path.is_dir()
 
 
-def test_a_holder_is_gone_after_a_reboot_a_reused_pid_and_silence_on_another_host() -> None:
+def test_a_holder_is_gone_when_its_pid_was_reused() -> None:
     me = Holder.this_process()
     assert not me.gone(silence=1e9)
-    assert Holder(me.pid, me.host, "another boot", me.started).gone(silence=0)
-    assert Holder(me.pid, me.host, me.boot_id, me.started - 60).gone(silence=0)
-    elsewhere = Holder(me.pid, "another-host", "another boot", me.started)
+    assert replace(me, started=me.started - 60).gone(silence=0)
+
+
+@pytest.mark.parametrize("other", [{"host": "another-host"}, {"boot_id": "another boot"}, {"pids": "pid:[1]"}, {"pids": ""}])
+def test_a_holder_that_cannot_be_seen_from_here_is_gone_after_silence(other: dict[str, str]) -> None:
+    elsewhere = replace(Holder.this_process(), **other)
+    assert elsewhere.lives() is None
     assert elsewhere.gone(silence=lock.SILENCE + 1)
     assert not elsewhere.gone(silence=lock.SILENCE - 1)
+
+
+def test_a_process_that_proc_hides_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError
+
+    def no_process(pid: int) -> None:
+        raise psutil.NoSuchProcess(pid)
+
+    me = Holder.this_process()
+    monkeypatch.setattr(lock.psutil, "Process", no_process)
+    monkeypatch.setattr(lock.os, "kill", refused)
+    assert me.lives() is None
+    assert not me.gone(silence=0)
+
+
+def test_a_lock_with_a_field_of_a_later_version_names_its_holder(tmp_path: Path) -> None:
+    held = RunLock(tmp_path / "run.lock")
+    me = Holder.this_process()
+    held.path.write_text(json.dumps({**asdict(me), "later": 1}), encoding="utf-8")
+    assert held.holder() == me
 
 
 def test_the_heart_beats_on_after_a_moment_without_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
