@@ -159,6 +159,12 @@ def ask_head(seconds: float) -> None:
             raise ConnectionError(f"{host}:{port}: {why}") from error
 
 
+def node_lives() -> bool:
+    """Whether Ray's head counts the node of this process as alive. Raises what Ray does when the head does not answer."""
+    own = ray.get_runtime_context().get_node_id()
+    return not any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
+
+
 def room() -> dict[str, dict[str, float]]:
     """The free resources of each node, by Ray's id of it."""
     from ray._private.state import available_resources_per_node

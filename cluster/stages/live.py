@@ -18,7 +18,7 @@ from rayloop.actors.base import Actor
 from rayloop.actors.handles import Handle, submit
 from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.session import actor_table, logs_folder
-from rayloop.core.failures import ConfigError, InfrastructureFailure
+from rayloop.core.failures import ConfigError, InfrastructureFailure, MachineFailed
 from rayloop.core.threads import complete
 from rayloop.run.place import Place
 
@@ -55,8 +55,15 @@ class LiveActor:
 
 @contextmanager
 def joined(place: Place) -> Iterator[list[LiveActor]]:
-    """Join the run's cluster for the block. Yields its actors; raises ConfigError when it has none."""
-    ray.init(address=place.address, log_to_driver=False, namespace=place.namespace, logging_level=logging.WARNING)
+    """Join the run's cluster for the block. Yields its actors; raises ConfigError when it has none, and MachineFailed when no
+    node of it lives on this machine."""
+    try:
+        ray.init(address=place.address, log_to_driver=False, namespace=place.namespace, logging_level=logging.WARNING)
+    except ConnectionError as error:
+        raise MachineFailed(
+            f"the head at {place.address} answers, but no node of its cluster lives on this machine: run this command on one of "
+            "its nodes. If this is one, Ray has died here (its raylet: was it killed for memory?), and the run ends by itself"
+        ) from error
     try:
         yield _actors(place)
     finally:

@@ -25,7 +25,7 @@ from rayloop.cluster.driver_actor import DriverActor
 from rayloop.cluster.services import actor_name
 from rayloop.cluster.session import metrics_ports, session
 from rayloop.cluster.stages.evaluate import config_hash
-from rayloop.cluster.supervision.watchdog import ASKED, HeadGone, HeadWatch, watched
+from rayloop.cluster.supervision.watchdog import ASKED, HeadWatch, RayGone, watched
 from rayloop.config.settings import dump
 from rayloop.core import events, incidents
 from rayloop.core.failures import AGAIN, NotSaved, Preempted, RayloopError, Unforeseen, WorkerLost
@@ -146,7 +146,7 @@ def _run(
     config: RunConfig, folder: RunFolder, origin: Origin, hashes: dict[str, str], progress: Progress, check: Check, head: HeadWatch
 ) -> dict[str, Any]:
     """Create the driver and follow it; when it dies, create another, which continues from the newest checkpoint of this start.
-    ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises HeadGone when the cluster is lost."""
+    ``check`` raises ``Origin.stopped`` when a SIGTERM came while there was no driver. Raises RayGone when Ray is."""
     path = str(folder.path.resolve())
     budget = Budget(config.recovery.driver_restarts)
     for restarts in count():
@@ -159,8 +159,8 @@ def _run(
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
                 check()
                 return _follow(driver, progress, config.recovery, until, origin, folder, head)
-        except HeadGone as gone:
-            raise _without_head(gone, until, origin) from None
+        except RayGone as gone:
+            raise _without_ray(gone, until, origin) from None
         except RayTaskError as error:
             raise typed(error) from error
         except (RayError, WorkerLost) as error:
@@ -168,8 +168,8 @@ def _run(
                 raise
             try:
                 head.decide()
-            except HeadGone as gone:
-                raise _without_head(gone, until, origin) from error
+            except RayGone as gone:
+                raise _without_ray(gone, until, origin) from error
             lost = folder.events.emit(incidents.DriverLostEvent(restarts, brief(error), socket.gethostname()))
             folder.events.close()  # the next driver goes on writing it
             progress.note(describe(lost))
@@ -180,7 +180,7 @@ def _run(
                     f"the driver actor died {restarts + 1} times; a sixth of recovery.replacements allows {budget.per_hour} an hour"
                 ) from error
         finally:
-            if not head.gone:  # the head ends actors
+            if not head.gone:  # the head and the node end actors
                 ray.kill(driver)
         folder.lock.renew()
         time.sleep(wait)
@@ -188,8 +188,8 @@ def _run(
     raise AssertionError("the loop has no end")
 
 
-def _without_head(error: HeadGone, until: Callable[[], float], origin: Origin) -> RayloopError:
-    """The end of a run that lost its head: that error, or NotSaved after a stop was asked for."""
+def _without_ray(error: RayGone, until: Callable[[], float], origin: Origin) -> RayloopError:
+    """The end of a run that lost Ray: that error, or NotSaved after a stop was asked for."""
     if until() < math.inf:
         return NotSaved(f"{error}; {origin.again()}")
     error.add_note(origin.again())
@@ -204,7 +204,7 @@ def _follow(
     driver: Handle[DriverActor], progress: Progress, recovery: RecoverySettings, until: Callable[[], float], origin: Origin,
     folder: RunFolder, head: HeadWatch,
 ) -> dict[str, Any]:  # fmt: skip
-    """Show the driver's reports until it ends. Returns its result; raises its error, RunTaken, HeadGone, WorkerLost when its
+    """Show the driver's reports until it ends. Returns its result; raises its error, RunTaken, RayGone, WorkerLost when its
     process gives no sign of life for ``health_timeout`` seconds or its loop for ``stall_timeout``, and NotSaved when it has not
     ended at the time ``until`` (``time.monotonic``)."""
     running, seen, answered, due = submit(driver, DriverActor.main), 0, time.monotonic(), ANSWER

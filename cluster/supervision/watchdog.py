@@ -1,4 +1,4 @@
-"""Watching what hangs: the stall watchdog and silent actors (in the driver), and the cluster's head (in the ``train`` process).
+"""Watching what hangs: the stall watchdog and silent actors (in the driver), and Ray itself (in the ``train`` process).
 Without its head, Ray ends the process after a while. A head that was started again knows nothing of the run."""
 
 import asyncio
@@ -20,7 +20,7 @@ from ray.exceptions import AuthenticationError
 
 from rayloop.actors.base import Actor, dump
 from rayloop.actors.handles import Handle, submit
-from rayloop.cluster.session import ask_head
+from rayloop.cluster.session import ask_head, node_lives
 from rayloop.core import incidents
 from rayloop.core.deadlines import WAITS, Awaited
 from rayloop.core.events import Emit
@@ -171,46 +171,64 @@ async def _ask(actor: Handle[Actor]) -> str:
         return f"does not answer: {type(error).__name__} {error}".splitlines()[0]
 
 
-class HeadGone(MachineFailed):
+class RayGone(MachineFailed):
+    """Ray has ended where a run needs it: no actor can be started."""
+
+
+class HeadGone(RayGone):
     """The head of the cluster has ended, or was started again: none of its actors will answer."""
 
 
-class HeadWatch:
-    """``ask`` is ``ask_head``; ``note`` shows a line to the user; ``gone`` is why there is no head any more, or ""."""
+class NodeGone(RayGone):
+    """Ray on the node of this process has ended. The driver runs there and nowhere else, since it ends with this process."""
 
-    def __init__(self, note: Callable[[str], None], ask: Callable[[float], None] = ask_head) -> None:
-        self._note, self._ask = note, ask
+
+class HeadWatch:
+    """``ask`` is ``ask_head``, and ``lives`` is ``node_lives``; ``note`` shows a line to the user; ``gone`` is why no actor can be
+    started any more, or None."""
+
+    def __init__(
+        self, note: Callable[[str], None], ask: Callable[[float], None] = ask_head, lives: Callable[[], bool] = node_lives
+    ) -> None:
+        self._note, self._ask, self._lives = note, ask, lives
         self._answered, self._noted = time.monotonic(), False
-        self.gone = ""
+        self.gone: RayGone | None = None
 
     def look(self) -> bool:
-        """Ask once. Returns whether it is decided: the head listens, or is gone."""
+        """Ask once. Returns whether it is decided: the head listens, or Ray is gone."""
         try:
             self._ask(ANSWER)
+            lives = self._lives()
         except AuthenticationError as error:
-            self.gone = f"was started again, and knows nothing of this run ({str(error).partition('..')[0]})"
+            why = str(error).partition("..")[0]
+            self.gone = HeadGone(f"the head of the Ray cluster was started again, and knows nothing of this run ({why})")
         except Exception as error:
             silent = time.monotonic() - self._answered
             if silent > NOTED and not self._noted:
                 self._note(f"the head does not listen ({error}): waiting, {SILENCE:g} s at most")
                 self._noted = True
             if silent > SILENCE:
-                self.gone = f"has not listened for {silent:.0f} s"
-            return bool(self.gone)
+                self.gone = HeadGone(f"the head of the Ray cluster has not listened for {silent:.0f} s")
+            return self.gone is not None
         else:
             self._answered, self._noted = time.monotonic(), False
+            if not lives:
+                self.gone = NodeGone(
+                    f"Ray on {socket.gethostname()} has ended (its raylet, or an agent that takes it along: was one killed for "
+                    "memory?), so that no driver can run beside this process"
+                )
         return True
 
     def decide(self) -> None:
-        """Wait until it is known whether the head is there. Raises HeadGone."""
+        """Wait until it is known whether the head is there. Raises RayGone."""
         while not self.gone and not self.look():
             time.sleep(PERIOD / 4)
         self.check()
 
     def check(self) -> None:
-        """Raises HeadGone when the head is gone."""
-        if self.gone:
-            raise HeadGone(f"the head of the Ray cluster {self.gone}")
+        """Raises RayGone when Ray is gone."""
+        if self.gone is not None:
+            raise self.gone
 
 
 @contextmanager

@@ -31,6 +31,10 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--insecure", action="store_true", help="no token: everybody who reaches the ports may run code")
 
 
+JOINED = 15
+"""Seconds in which Ray must find a node of a live run's cluster on this machine."""
+
+
 @contextmanager
 def cluster(arguments: argparse.Namespace) -> Iterator[tuple[str | None, str | None]]:
     """The address to join, or a private cluster's folder. Read a configuration inside: a component may import ray."""
@@ -48,7 +52,7 @@ def live_cluster(folder: RunFolder) -> Iterator[Place]:
     """Where the run in ``folder`` lives, with Ray's variables set for joining it. Raises ConfigError when it is no live run."""
     place = live_place(folder)
     token = Path(place.token_file) if place.token_file else None
-    with joined_cluster(place.address, token, insecure=token is None):
+    with joined_cluster(place.address, token, insecure=token is None, within=JOINED):
         yield place
 
 

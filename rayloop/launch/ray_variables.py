@@ -84,12 +84,14 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def joined_cluster(address: str, token: Path | None, insecure: bool = False) -> Iterator[None]:
+def joined_cluster(address: str, token: Path | None, insecure: bool = False, within: int | None = None) -> Iterator[None]:
     """For a cluster that is already there. ``token``: the file with its token; None: the environment's (``RAY_AUTH_TOKEN_PATH``).
-    Raises ConfigError when there is no such file."""
+    ``within``: seconds in which a node of it must be found on this machine, instead of Ray's 60; Ray reads them when it is
+    imported. Raises ConfigError when there is no such file."""
     if token is not None and not token.is_file():
         raise ConfigError(f"--token-file: {token} is no file. It is on the head, where the cluster was started")
-    with _set({"RAY_USAGE_STATS_ENABLED": "0", **authentication(token, insecure), **past_proxies(address)}):
+    limits = {} if within is None else {"RAY_gcs_server_request_timeout_seconds": str(within)}
+    with _set({"RAY_USAGE_STATS_ENABLED": "0", **limits, **authentication(token, insecure), **past_proxies(address)}):
         yield
 
 

@@ -15,7 +15,7 @@ import pytest
 from ray.exceptions import AuthenticationError, GetTimeoutError, LocalRayletDiedError, OutOfMemoryError, RayActorError
 
 from rayloop.cluster.stages import train
-from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch
+from rayloop.cluster.supervision.watchdog import HeadGone, HeadWatch, NodeGone
 from rayloop.core.failures import AGAIN, ConfigError, NotSaved, Preempted, RayloopError, StorageFailed, WorkerLost
 from rayloop.launch.restarts import RESTARTED
 from rayloop.run.checkpoint import CheckpointStore, Origin
@@ -38,7 +38,7 @@ class Stage:
         self, folder: Path, lives: list[Life], stop: int | None = None, ask: Callable[[float], None] = lambda _: None,
         death: type[Exception] = RayActorError,
     ) -> None:  # fmt: skip
-        self.ask, self.killed, self.death = ask, 0, death
+        self.ask, self.killed, self.death, self.node = ask, 0, death, True
         self.config = RunConfig.model_validate(settings(folder, folder, recovery={"replacements": 30}))
         self.folder = RunFolder(self.config.output, self.config.name)
         self.lives, self.stop, self.reported = lives, stop, list[tuple[Any, ...]]()
@@ -73,7 +73,7 @@ class Stage:
         ended = lambda: origin.stopped(self.folder.last_step)  # noqa: E731
         try:
             with train._while_idle(ended) as check, self.folder.acquired(resume):
-                train._run(self.config, self.folder, origin, {}, progress, check, HeadWatch(self.note, self.ask))
+                train._run(self.config, self.folder, origin, {}, progress, check, HeadWatch(self.note, self.ask, lambda: self.node))
         except RayloopError as end:
             return end
         return None
@@ -249,6 +249,28 @@ def test_a_driver_that_was_lost_with_the_head_is_not_replaced_and_the_end_names_
     assert (len(stage.reported), stage.killed) == (1, 0), "the head is who would start one, and kill one"
 
 
+@pytest.mark.parametrize(("asked", "kind"), [(False, NodeGone), (True, NotSaved)])
+def test_a_driver_that_was_lost_with_ray_on_its_node_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: bool, kind: type[RayloopError]
+) -> None:
+    """Nor does a stop blame the time that it had: nothing could have saved."""
+
+    def dies(folder: RunFolder) -> None:
+        lives(1, 2, 3, saves=2)(folder)
+        stage.node = False
+        if asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    stage = Stage(tmp_path, [dies])
+    end = stage.run(monkeypatch)
+    assert isinstance(end, kind)
+    text = "\n".join([str(end), *getattr(end, "__notes__", ())])
+    assert "Ray on" in text
+    assert "run again to continue from step 2 (step_000002)" in text
+    assert "preemption.grace" not in text
+    assert (len(stage.reported), stage.killed) == (1, 0)
+
+
 @pytest.mark.parametrize(
     ("error", "reported"),
     [
@@ -267,6 +289,7 @@ def test_an_end_before_ray_starts_is_typed_and_an_event(
         raise error
 
     monkeypatch.setattr(train, "identity", fails)
+    monkeypatch.setattr(train, "dated", lambda model, *_: model)  # the folder holds no chat template
     config = RunConfig.model_validate(settings(tmp_path, tmp_path))
     with pytest.raises(RayloopError):
         train.train(config, None, None)

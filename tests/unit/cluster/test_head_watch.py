@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import AuthenticationError
 
+from rayloop.cluster import session
 from rayloop.cluster.supervision import watchdog
-from rayloop.cluster.supervision.watchdog import SILENCE, HeadGone, HeadWatch
+from rayloop.cluster.supervision.watchdog import SILENCE, HeadGone, HeadWatch, NodeGone
 from rayloop.core.failures import AGAIN
 
 
@@ -18,11 +19,15 @@ class Stage:
     def __init__(self) -> None:
         self.now, self.notes = 0.0, list[str]()
         self.error: Exception | None = None
+        self.node = True
 
     def ask(self, seconds: float) -> None:
         self.now += 1.0
         if self.error is not None:
             raise self.error
+
+    def lives(self) -> bool:
+        return self.node
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -36,7 +41,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
 
 
 def test_a_head_that_is_away_for_45_s_changes_nothing_and_is_reported_once(stage: Stage) -> None:
-    watch = HeadWatch(stage.notes.append, stage.ask)
+    watch = HeadWatch(stage.notes.append, stage.ask, stage.lives)
     for _ in range(2):
         stage.error, began = ConnectionError("no answer"), stage.now
         while stage.now < began + 45:
@@ -48,7 +53,7 @@ def test_a_head_that_is_away_for_45_s_changes_nothing_and_is_reported_once(stage
 
 
 def test_then_the_run_ends_before_ray_ends_the_process(stage: Stage) -> None:
-    watch = HeadWatch(stage.notes.append, stage.ask)
+    watch = HeadWatch(stage.notes.append, stage.ask, stage.lives)
     stage.error = ConnectionError("no answer")
     with pytest.raises(HeadGone, match=r"has not listened for 5[0-9] s") as error:
         watch.decide()
@@ -59,7 +64,7 @@ def test_then_the_run_ends_before_ray_ends_the_process(stage: Stage) -> None:
 
 
 def test_another_head_counts_at_once(stage: Stage) -> None:
-    watch = HeadWatch(stage.notes.append, stage.ask)
+    watch = HeadWatch(stage.notes.append, stage.ask, stage.lives)
     stage.error = AuthenticationError(
         "RPC error: WrongClusterID: Perhaps the client is accessing GCS after it has restarted.. Ensure"
     )
@@ -68,5 +73,40 @@ def test_another_head_counts_at_once(stage: Stage) -> None:
 
 
 def test_a_head_that_answers_is_not_why_something_was_lost(stage: Stage) -> None:
-    HeadWatch(stage.notes.append, stage.ask).decide()
+    HeadWatch(stage.notes.append, stage.ask, stage.lives).decide()
     assert stage.now == 1.0
+
+
+def test_ray_on_the_own_node_that_has_ended_counts_at_once(stage: Stage) -> None:
+    watch = HeadWatch(stage.notes.append, stage.ask, stage.lives)
+    assert watch.look()
+    watch.check()
+    stage.node = False
+    assert watch.look()
+    with pytest.raises(NodeGone, match=r"Ray on .* has ended .* no driver can run beside this process") as error:
+        watch.decide()
+    assert error.value.exit_code == AGAIN
+
+
+def test_a_head_that_goes_while_it_is_asked_for_its_nodes_is_waited_for(stage: Stage) -> None:
+    def lost() -> bool:
+        raise ConnectionError("the GCS has gone")
+
+    watch = HeadWatch(stage.notes.append, stage.ask, lost)
+    assert not watch.look()
+    watch.check()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lives"),
+    [
+        ([{"NodeID": "own", "Alive": True}, {"NodeID": "other", "Alive": False}], True),
+        ([{"NodeID": "own", "Alive": False}, {"NodeID": "other", "Alive": True}], False),
+    ],
+)
+def test_a_node_lives_until_the_head_says_that_it_is_dead(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[dict[str, object]], lives: bool
+) -> None:
+    own = SimpleNamespace(get_node_id=lambda: "own")
+    monkeypatch.setattr(session, "ray", SimpleNamespace(nodes=lambda: nodes, get_runtime_context=lambda: own))
+    assert session.node_lives() is lives

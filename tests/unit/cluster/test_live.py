@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,11 +17,13 @@ import ray
 
 from rayloop.cli import main
 from rayloop.cluster.stages import live
+from rayloop.commands import arguments
 from rayloop.commands import live as live_command
 from rayloop.core import events, incidents
+from rayloop.core.failures import AGAIN
 from rayloop.run.folder import RunFolder
 from rayloop.run.lock import Holder
-from rayloop.run.place import Place
+from rayloop.run.place import Place, findable
 
 
 @pytest.fixture
@@ -196,3 +199,21 @@ def test_status_and_stop_of_a_run_in_another_container(
     monkeypatch.setattr(live_command, "_waited", lambda *_: 0)
     assert main(["stop", str(folder.path)]) == 0
     assert (asked, signals) == ([place], []), "the same number may be another process here"
+
+
+def test_a_machine_on_which_ray_has_died_is_named_in_time(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit, limits = "RAY_gcs_server_request_timeout_seconds", list[str | None]()
+
+    def init(**_: Any) -> None:
+        limits.append(os.environ.get(limit))
+        raise ConnectionError("Failed to connect to Ray cluster at 127.0.0.1:1")
+
+    monkeypatch.setattr(arguments, "live_place", lambda _: Place("127.0.0.1:1", "", "x"))
+    monkeypatch.setattr(ray, "init", init)
+    for command in ("stacks", "logs"):
+        with findable(folder.cluster, "127.0.0.1:1", "x"):
+            assert main([command, str(folder.path)]) == AGAIN
+        assert "no node of its cluster lives on this machine" in capsys.readouterr().err
+    assert limits == ["15", "15"], "Ray itself would look for a minute"
