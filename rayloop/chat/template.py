@@ -10,8 +10,8 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
+from rayloop.chat.bounded import BoundedEnvironment
 from rayloop.chat.tokenizer import read_json
 from rayloop.core.failures import ConfigError
 
@@ -29,17 +29,22 @@ class ChatTemplate:
         others = dict(variables or {})
         time = others.pop(CLOCK, None)
         moment = datetime.now() if time is None else datetime.fromisoformat(str(time))
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        environment = BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], filters={"tojson": _tojson}
         )
-        environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise
         environment.globals[CLOCK] = moment.strftime
-        self._template = environment.from_string(source)
+        self._environment = environment
+        environment.bounded()
+        try:
+            self._template = environment.from_string(source)
+        except (RecursionError, ValueError, ArithmeticError) as error:  # nested too deep; a constant that cannot be computed
+            raise jinja2.TemplateError(f"{type(error).__name__}: {error}") from error
         self._variables = {**special_tokens, **others}
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], *, generation: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """The conversation's text; ``generation`` appends the assistant's header. Raises jinja2.TemplateError, whatever fails."""
+        self._environment.bounded()
         try:
             return self._template.render(
                 messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=generation, **self._variables
