@@ -136,6 +136,7 @@ class PolicyRank(Actor):
         self.sender: Sender[Any] | None = None
         self._meeting: Any = None
         self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = ((), {}, 0.0)
+        self._trained: tuple[dict[str, float], Mapping[TrajectoryId, Any]] | None = None
 
     def address(self) -> Invitation | None:
         """Open the meeting of the ranks on a free port. None on all but the first rank. Raises WorkerStartFailed."""
@@ -191,12 +192,15 @@ class PolicyRank(Actor):
         began = time.perf_counter()
         assigned = [a for update in updates for a in update]
         found, gone = fetch([ref for a in assigned for ref in (a.payload, a.reference) if ref is not None])
-        self._fetched = (updates, found, time.perf_counter() - began)
+        self._fetched, self._trained = (updates, found, time.perf_counter() - began), None
         return [a.id for a in assigned if a.payload in gone or a.reference in gone]
 
     def train(self) -> tuple[dict[str, float], Mapping[TrajectoryId, Any]]:
         """Run the optimizer updates of the step whose share was fetched last. Returns metrics reduced over all ranks, and
-        ``rayloop.grpo.batch.TurnGaps`` of this rank's trajectories."""
+        ``rayloop.grpo.batch.TurnGaps`` of this rank's trajectories. Called again before the next ``fetch`` (the answer was lost on
+        its way), it returns the same and computes nothing."""
+        if self._trained is not None:
+            return self._trained
         (updates, found, seconds), self._fetched = self._fetched, ((), {}, 0.0)
         references = found
         if self.settings.adapter_reference:
@@ -212,7 +216,8 @@ class PolicyRank(Actor):
             )
 
         report = self.engine.train([[item(a) for a in update] for update in updates])
-        return {**report, "timing_s/fetch": seconds}, self.engine.gaps
+        self._trained = {**report, "timing_s/fetch": seconds}, self.engine.gaps
+        return self._trained
 
     def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> list[dict[str, float]]:
         """Behaviour log-probs against the trainer's: one row of sums per trajectory that is not lost (``LogprobGap``)."""

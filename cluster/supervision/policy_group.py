@@ -1,13 +1,16 @@
 """The policy: one handle for all ranks. Every method is collective and has a deadline."""
 
 import asyncio
+import logging
 import secrets
 import shutil
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
+from ray.exceptions import ActorUnavailableError
 
 from rayloop.actors.failures import FailureAction, action, brief, cause, is_lost
 from rayloop.actors.handles import Handle, submit, submit_split
@@ -24,9 +27,17 @@ from rayloop.run.config import PolicySettings
 from rayloop.run.lifetime import RecoverySettings
 from rayloop.transports.seam import WeightUpdate
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
+LOCAL = ("node", "fetch", "train")
+"""Calls that a rank may get twice: it answers them alone, and ``train`` only computes again after another ``fetch``."""
+ALONE = ("compare", "export")
+"""So are these where there is one rank. Among several, each takes part in a collective that the others may have finished."""
+PAUSE = 2.0
+"""Seconds until a rank that could not be reached is asked again."""
 LOADING = 600.0
 """Seconds that the ranks have at least to load the model, which is the slowest start."""
 SHARED = 30.0
@@ -68,13 +79,13 @@ class PolicyGroup:
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
         within = self._start_timeout
         if self._nodes is not None:  # before they load, so that it is known what a rank is lost with
-            nodes = await self._answers("node", [submit(rank, PolicyRank.node) for rank in self.ranks], within)
+            nodes = await self._answers("node", [partial(submit, rank, PolicyRank.node) for rank in self.ranks], within)
             for node in nodes:
                 self._nodes.came(node, "policy")
             self._places = nodes
-        meeting, *_ = await self._answers("address", [submit(r, PolicyRank.address) for r in self.ranks], within)
+        meeting, *_ = await self._answers("address", [partial(submit, rank, PolicyRank.address) for rank in self.ranks], within)
         assert meeting is not None, "the first rank opens the place where all meet"
-        await self._answers("join", [submit(rank, PolicyRank.join, meeting) for rank in self.ranks], within)
+        await self._answers("join", [partial(submit, rank, PolicyRank.join, meeting) for rank in self.ranks], within)
 
     async def afford(self, lost: PolicyLost) -> None:
         """Wait for a unit of the ranks' budget (half of ``recovery.replacements``). Raises ``lost`` when that takes too long."""
@@ -127,19 +138,28 @@ class PolicyGroup:
 
     async def all(self, method: Callable[Concatenate[PolicyRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a method on all ranks with the same arguments. Returns the answers by rank; raises PolicyLost."""
-        return await self._answers(method.__name__, [submit(rank, method, *args, **kwargs) for rank in self.ranks])
+        asks = [partial(submit, rank, method, *args, **kwargs) for rank in self.ranks]
+        return await self._answers(method.__name__, asks)
 
-    async def _answers(self, method: str, refs: Sequence[Ref[R]], deadline: float | None = None) -> list[R]:
-        """One answer per rank, within ``policy.step_timeout`` or ``deadline``. Raises PolicyLost, and the first failure."""
-        if not refs:
+    async def _answers(self, method: str, asks: Sequence[Callable[[], Ref[R]]], deadline: float | None = None) -> list[R]:
+        """One answer per rank, each asked by its function, within ``policy.step_timeout`` or ``deadline``. Raises PolicyLost, and
+        the first failure."""
+        if not asks:
             raise PolicyLost(self._why)
         within = deadline or self.settings.step_timeout
         ranks = list(self.ranks)  # while they are awaited a rebuild may take them away
+        refs = [ask() for ask in asks]  # before anything is awaited: every rank gets collective calls in one order
 
         async def one(rank: int, ref: Ref[R]) -> R:
+            what, starts = f"{method} of policy rank {rank}", deadline is not None
+
+            def answer(asked: Ref[R]) -> Awaitable[R]:
+                return with_deadline(within, asked, what, ranks[rank], starts=starts)
+
             try:
-                what, starts = f"{method} of policy rank {rank}", deadline is not None
-                return await with_deadline(within, ref, what, ranks[rank], starts=starts)
+                if method in LOCAL or (method in ALONE and len(ranks) == 1):
+                    return await self._reached(what, partial(answer, ref), lambda: answer(asks[rank]()))
+                return await answer(ref)
             except Exception as error:
                 if self._nodes is not None and is_lost(error) and ranks == self.ranks and rank < len(self._places):
                     self._blamed.add(self._places[rank])
@@ -158,6 +178,22 @@ class PolicyGroup:
             for call in calls:
                 call.cancel()
 
+    async def _reached(self, what: str, first: Callable[[], Awaitable[R]], again: Callable[[], Awaitable[R]]) -> R:
+        """The answer to ``first``, or to ``again`` while Ray says that the rank, which lives, could not be reached. Raises
+        ActorUnavailableError when that has lasted for ``recovery.health_timeout``."""
+        now = asyncio.get_running_loop().time
+        ask, until = first, 0.0
+        while True:
+            try:
+                return await ask()
+            except ActorUnavailableError as error:
+                until = until or now() + self.recovery.health_timeout
+                if now() > until:
+                    raise
+                logger.warning("%s could not be reached: asking again (%s)", what, brief(error))
+            await asyncio.sleep(PAUSE)
+            ask = again
+
     async def fetch(
         self, groups: Sequence[Group], *, seed: int, version: Version, treat_as_on_policy: bool, nominal: int
     ) -> set[TrajectoryId]:
@@ -166,17 +202,23 @@ class PolicyGroup:
             groups, len(self.ranks), self.settings.update, seed, version, nominal, treat_as_on_policy=treat_as_on_policy,
             together=self.settings.engine.sequence_parallel,
         )  # fmt: skip
-        refs = [submit(rank, PolicyRank.fetch, share) for rank, share in zip(self.ranks, plan, strict=True)]
-        return {id for lost in await self._answers("fetch", refs) for id in lost}
+        asks = [partial(submit, rank, PolicyRank.fetch, share) for rank, share in zip(self.ranks, plan, strict=True)]
+        return {id for lost in await self._answers("fetch", asks) for id in lost}
 
     async def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> LogprobGap:
         """The sampling engine's log-probs against the trainer's, over all sampled tokens. Raises WorkerLost when all are gone."""
         together = self.settings.engine.sequence_parallel
-        refs = [
-            submit(handle, PolicyRank.compare, payloads[rank // together :: len(self.ranks) // together], swap_images=swap_images)
+        asks = [
+            partial(
+                submit,
+                handle,
+                PolicyRank.compare,
+                payloads[rank // together :: len(self.ranks) // together],
+                swap_images=swap_images,
+            )
             for rank, handle in enumerate(self.ranks)
         ]
-        rows = [row for part in (await self._answers("compare", refs))[::together] for row in part]
+        rows = [row for part in (await self._answers("compare", asks))[::together] for row in part]
         if not rows:
             raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
         return LogprobGap.of(rows)
@@ -187,14 +229,20 @@ class PolicyGroup:
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
         """Gather the weights, or take what was sent. The update's source is a *reference*, owned by the driver."""
-        exports = [submit_split(rank, 2, PolicyRank.export, version) for rank in self.ranks]
-        manifest, *_ = await self._answers("export", [manifest for manifest, *_ in exports])
+        sources: dict[int, Ref[Any]] = {}
+
+        def begin(number: int, rank: Handle[PolicyRank]) -> Ref[Any]:
+            manifest, *others = submit_split(rank, 2, PolicyRank.export, version)
+            sources[number] = others[-1]
+            return manifest
+
+        manifest, *_ = await self._answers("export", [partial(begin, *each) for each in enumerate(self.ranks)])
         assert manifest is not None, "the first rank gathers"
-        return WeightUpdate(manifest, exports[0][-1])
+        return WeightUpdate(manifest, sources[0])
 
     async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of the transport's sender, which lives in the first rank."""
-        first: list[Ref[R]] = [submit(rank, PolicyRank.ask, method.__name__, *args, **kwargs) for rank in self.ranks[:1]]
+        first = [partial(submit, rank, PolicyRank.ask, method.__name__, *args, **kwargs) for rank in self.ranks[:1]]
         return (await self._answers(method.__name__, first))[0]
 
     async def save(self, folder: str) -> Checksums:

@@ -648,7 +648,7 @@ CASES = [
     ),
     case("save of a rank: bug", once("save", "bug", role="policy"), code=1, counts={"trained": 8}, why="KeyError: 'turn'", step=1),
     case("join of a rank: died", Fault("join", "died", role="policy", times=1), events=REBUILT),
-    case("train of a rank: unavailable", once("train", "unavailable"), events=REBUILT),
+    case("train of a rank: unavailable", once("train", "unavailable")),
     case("train of a rank: out of memory", once("train", "out of memory"), events=REBUILT),
     case(
         "train of a rank: CUDA out of memory",
