@@ -36,8 +36,9 @@ class ChartAnswer:
     with the ``reasoning`` of ``data prepare chart_chains`` also show ``type`` (0 or 1) and ``table``, the share of right cells."""
 
     class Settings(SettingsModel):
-        rule: Literal["relaxed", "chartqapro", "chartqapro_published"] = "relaxed"
-        """relaxed: within 5 % of a number, else the same text (ChartQA and most others). chartqapro: its own rule.
+        rule: Literal["relaxed", "chartbench", "chartqapro", "chartqapro_published"] = "relaxed"
+        """relaxed: within 5 % of a number, else the same text (ChartQA and most others). chartbench: also with per cent
+        signs apart. chartqapro: its own rule.
         chartqapro_published: Chart-RVR's evaluation instead, within 100 %; to compare with its printed figures."""
 
     def __init__(self, settings: Settings) -> None:
@@ -49,6 +50,7 @@ class ChartAnswer:
         relaxed = relaxed_accuracy(said, true)
         accuracy = {
             "relaxed": lambda: relaxed,
+            "chartbench": lambda: max(relaxed, chartbench(said, true)),
             "chartqapro": lambda: chartqapro(said, true, str(task.extra.get("kind")), task.extra.get("year")),
             "chartqapro_published": lambda: relaxed_accuracy(said, true, tolerance=1.0),
         }[self._rule]()
@@ -65,6 +67,15 @@ def _read(text: str, task: Task) -> dict[str, float]:
     said = as_table(parsed_table(found.table))
     cells = {} if true is None else {"table": shares(said, true)[1] if said else 0.0}
     return {"type": type_reward(found.type, sample.chart_type), **cells}
+
+
+def chartbench(said: str, true: str) -> float:
+    """1 for a number within 5 % of the label, per cent signs apart: 30 and 30% for ``30.0%``. Source: relaxed_correctness in
+    stat_all_metric.py of IDEA-FinAI/ChartBench, which takes 0.3 for it too, as the relaxed rule does."""
+    number, truth = (as_number(text.strip().removesuffix(".").rstrip("%")) for text in (said, true))
+    if number is None or truth is None:
+        return 0.0
+    return float(abs(number - truth) <= 0.05 * abs(truth))
 
 
 def chartqapro(said: str, true: str, kind: str, year: Any = None) -> float:

@@ -156,7 +156,7 @@ def _no_row(source: Path, left_out: Sequence[DataFailure], where: str = "") -> C
 
 
 def _rows(how: ColumnMap, source: Path, split: str, where: str) -> Iterator[Row | DataFailure]:
-    """Our rows, each with ``@folder``, its file's; ``where`` as in ``Wanted``."""
+    """Our rows, each with ``@folder`` and ``@suffix``, its file's; ``where`` as in ``Wanted``."""
     column, _, value = where.partition("=")
     for entry in entries(how, source, split):
         if isinstance(entry, DataFailure):
@@ -168,7 +168,7 @@ def _rows(how: ColumnMap, source: Path, split: str, where: str) -> Iterator[Row 
             yield failure
             continue
         if not where or str(row.get(column)) == value:
-            yield {**row, "@folder": entry["@folder"]}
+            yield {**row, "@folder": entry["@folder"], "@suffix": entry["@suffix"]}
 
 
 def _chosen(how: ColumnMap, light: Sequence[tuple[str, Row]], wanted: Wanted) -> list[str | None]:
@@ -199,11 +199,12 @@ def _cut(how: ColumnMap, rows: Sequence[Row], new: Mapping[str, int], wanted: Wa
 
 def _finished(how: ColumnMap, row: Row, pictures: "Pictures") -> Row:
     """With the image as a file, the box as fractions, and videos as what the interpreter reads. Raises DataFailure."""
-    where, beside = str(row["id"]), str(row.pop("@folder"))
+    where, beside, suffix = str(row["id"]), str(row.pop("@folder")), row.pop("@suffix")
     if "image" in row:
         row["image"], width, height = pictures.keep(row["image"], beside, where)
         if "bbox" in row:
-            row["bbox"] = fractions(row["bbox"], how.boxes, width, height, where)
+            kind = how.boxes[suffix] if isinstance(how.boxes, dict) else how.boxes
+            row["bbox"] = fractions(row["bbox"], kind, width, height, where)
     if "videos" in row:
         row["videos"], rates = pictures.frames(row["videos"], beside, where)
         row |= {"fps": rates[0] if len(set(rates)) == 1 else rates} if any(rates) else {}

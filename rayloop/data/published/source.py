@@ -27,6 +27,9 @@ class NewSplit(SettingsModel):
     """Rows at most, for a split whose size need not grow with the data."""
 
 
+Boxes = Literal["fractions", "pixels", "pixels_and_size"]
+
+
 class ColumnMap(SettingsModel):
     """Where a data set is, and its columns: ``a``, ``a.b`` (a key or list index in ``a``), or a text with names in braces; the
     first that a row has counts. ``@split``, ``@file`` (without suffix) and ``@index`` are columns too."""
@@ -53,8 +56,9 @@ class ColumnMap(SettingsModel):
     """Folders that image paths are relative to, tried in turn: below the data set's, and beside the row's file."""
     archives: tuple[str, ...] = ()
     """What else of the Hub is needed besides ``files``, as patterns: folders of images."""
-    boxes: Literal["fractions", "pixels", "pixels_and_size"] = "fractions"
-    """What is in the column ``bbox``: corners as fractions or in pixels, or a corner in pixels with width and height."""
+    boxes: Boxes | dict[str, Boxes] = "fractions"
+    """What is in the column ``bbox``: corners as fractions or in pixels, or a corner in pixels with width and height. By the
+    suffix of the row's file (``.json``) where one data set is published in several forms."""
     stratify: tuple[str, ...] = ()
     """Our columns whose values every new split, and every sample, has in the same shares."""
     together: str = ""
@@ -168,7 +172,7 @@ def present(how: ColumnMap, root: Path) -> tuple[str, ...]:
 
 
 def entries(how: ColumnMap, root: Path, split: str) -> Iterator[Mapping[str, Any] | DataFailure]:
-    """The rows of a published split with ``@split``, ``@file``, ``@index``, ``@folder``; bad lines as DataFailure."""
+    """The rows of a published split with ``@split``, ``@file``, ``@suffix``, ``@index``, ``@folder``; bad lines as DataFailure."""
     index = 0
     for path in files(how, root, split):
         for row in _rows(path, how.rows_at):
@@ -179,7 +183,14 @@ def entries(how: ColumnMap, root: Path, split: str) -> Iterator[Mapping[str, Any
                 yield DataFailure(str(path), f"expected an object, found {type(row).__name__}")
                 continue
             for one in expanded(row, how.each):
-                yield {**one, "@split": split, "@file": path.stem, "@index": index, "@folder": str(path.parent)}
+                yield {
+                    **one,
+                    "@split": split,
+                    "@file": path.stem,
+                    "@suffix": path.suffix,
+                    "@index": index,
+                    "@folder": str(path.parent),
+                }
                 index += 1
 
 
@@ -209,7 +220,7 @@ def _listed(path: Path, rows_at: str) -> list[Any]:
     return value
 
 
-def fractions(box: Any, kind: str, width: int, height: int, where: str) -> list[float]:
+def fractions(box: Any, kind: Boxes, width: int, height: int, where: str) -> list[float]:
     """Corners [x1, y1, x2, y2] as fractions of the image; ``kind`` as in ``ColumnMap.boxes``. Raises DataFailure for others."""
     try:
         a, b, c, d = map(float, () if isinstance(box, str) else box)

@@ -237,6 +237,29 @@ def test_splits_share_no_screenshot_and_have_each_platform_and_type(screenspot: 
     assert probe(task.images[0])[1:] == (56, 28)
 
 
+def test_screenspot_is_read_as_its_authors_publish_it(tmp_path: Path) -> None:
+    source = tmp_path / "from"
+    for platform, system in (("mobile", "ios"), ("desktop", "macos"), ("web", "shop")):
+        rows = [
+            {
+                "img_filename": f"{platform}{shot}.png",
+                "bbox": [7, 14, 14, 7],
+                "instruction": "go",
+                "data_type": "icon",
+                "data_source": system,
+            }
+            for shot in range(10)
+        ]
+        written(source / f"screenspot_{platform}.json", rows)
+        for row in rows:
+            written(source / "screenspot_imgs" / row["img_filename"], png(0))
+    written(source / "screenspot_web_v2.json", [{"img_filename": "gone.png"}])
+    splits = prepared(source, tmp_path / "out")
+    rows = [row for split in splits.values() for row in split]
+    assert sorted(row["platform"] for row in rows) == ["desktop"] * 10 + ["mobile"] * 10 + ["web"] * 10
+    assert all(row["bbox"] == pytest.approx([7 / 56, 14 / 28, 21 / 56, 21 / 28]) for row in rows)
+
+
 def test_the_original_split_is_in_order(screenspot: Path, tmp_path: Path) -> None:
     splits = prepared(screenspot, tmp_path, "--max-samples", "200", "--original-split")
     assert {name: [row["id"] for row in rows] for name, rows in splits.items()} == {

@@ -212,6 +212,23 @@ def test_the_rule_of_chartqapro(said: str, true: str, kind: str, year: Any, scor
     assert chartqapro(said, true, kind, year) == pytest.approx(score)
 
 
+@pytest.mark.parametrize(
+    ("said", "true", "right"),
+    [
+        ("30", "30.0%", True), ("30%", "30.0%", True), ("30%.", "30.0%", True), ("0.3", "30.0%", True), ("31.5", "30.0%", True),
+        ("31.6", "30.0%", False), ("3", "30.0%", False), ("30%", "30", True), ("-30", "30.0%", False), ("0", "0.0%", True),
+        ("0.1", "0.0%", False), ("-1", "0", False), ("yes", "Yes", True), ("no", "Yes", False), ("nan", "30.0%", False),
+        ("", "30.0%", False), ("%", "30.0%", False), ("inf", "30.0%", False),
+    ],
+)  # fmt: skip
+def test_the_rule_of_chartbench(said: str, true: str, right: bool, tmp_path: Path) -> None:
+    config = over("chartbench", tmp_path)
+    row = {"id": "1", "image": "a.png"} | ROWS["chartbench"] | {"label": true}
+    task = config.data.reader.build().task(row, "rows:1", tmp_path)
+    scored = config.reward.source.build().score(PLAYED, task, ScoreContext(0, [f"<answer>{said}</answer>"]))
+    assert scored.components["accuracy"] == float(right)
+
+
 def test_its_rule_as_chart_rvr_has_it_counts_all_within_a_hundred_per_cent(tmp_path: Path) -> None:
     config = over("chartqapro", tmp_path)
     task = config.data.reader.build().task({"id": "1", "image": "a.png"} | ROWS["chartqapro"], "rows:1", tmp_path)
