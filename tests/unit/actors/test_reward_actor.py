@@ -114,7 +114,7 @@ def test_anything_else_is_no_reward(returned: Any) -> None:
     outcome = as_outcome(returned)
     assert isinstance(outcome, Unscored)
     assert outcome.kind is UnscoredKind.INVALID_REWARD
-    assert repr(getattr(returned, "value", returned))[:200] in outcome.reason
+    assert repr(getattr(returned, "value", returned))[:100] in outcome.reason
 
 
 def test_components_that_are_no_numbers_are_dropped_and_flagged() -> None:

@@ -45,7 +45,9 @@ def opens(monkeypatch: pytest.MonkeyPatch) -> Open:
 
     def open_place(transport: TransportSettings) -> None:
         settings = RankSettings(ModelSettings(path="model"), FsdpSettings(), OptimizerSettings(), PpoLoss(), transport, "folder", 0)
-        assert PolicyRank(settings, 0, 1).address() == ("127.0.0.1", 1)
+        meeting = PolicyRank(settings, 0, 2).address()
+        assert meeting is not None
+        assert (meeting.host, meeting.port) == ("127.0.0.1", 1)
 
     return open_place
 

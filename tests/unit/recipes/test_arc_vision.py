@@ -149,7 +149,7 @@ def test_a_variant_of_the_originals_takes_any_four_numbers_for_the_true_box(vari
 def test_the_originals_read_the_whole_episode_and_never_pay_what_is_no_number() -> None:
     original = ArcVisionReward.Settings(variant="original")
     assert arc_vision([said(LARGE), CROP], LARGE, original).value == pytest.approx(0.63)
-    endless = original.model_copy(update={"weights": ArcVisionWeights(task=float("inf"))})
+    endless = original.model_copy(update={"weights": ArcVisionWeights.model_construct(task=float("inf"))})
     assert arc_vision(["nothing"], LARGE, endless).value == -1.0
 
 

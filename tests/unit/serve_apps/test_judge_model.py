@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from rayloop.core.failures import ConfigError, DeadlineExceeded, InfrastructureFailure
 from rayloop.judge.api import JudgeItem, JudgeUnscored, JudgeVerdict, NoVerdict
@@ -337,13 +339,14 @@ def test_data_sources_choose_the_examples() -> None:
 
 
 def test_images_are_shown_only_by_a_rubric_that_looks(tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(b"png")
+    Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")
     blind = RUBRICS["equivalence"]
     seeing = blind.model_copy(update={"sees_images": True})
     shown = item(images=(str(tmp_path / "a.png"),))
     assert isinstance(messages(blind, shown)[-1]["content"], str)
     image, text = messages(seeing, shown)[-1]["content"]
-    assert image["image_url"]["url"] == "data:image/png;base64,cG5n"
+    encoded = base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    assert image["image_url"]["url"] == f"data:image/png;base64,{encoded}"
     assert "Question: What is it?" in text["text"]
     model = Model(RIGHT)
     judged = Grader({"equivalence": seeing}, model, "openai")

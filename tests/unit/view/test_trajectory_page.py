@@ -261,4 +261,5 @@ def test_a_drawing_that_fails_is_reported_and_fails_nothing(folder: RunFolder) -
         parsed(shlex.split(command.removeprefix("next:"), comments=True)[3:])
     folder.config.write_bytes(b"\xff")
     draw_or_emit(folder, emitted.append)
-    assert emitted[1].startswith("curves.png could not be drawn: UnicodeDecodeError")
+    assert emitted[1].startswith("curves.png could not be drawn: ConfigError: ")
+    assert "config.yaml cannot be read" in emitted[1]
