@@ -41,7 +41,7 @@ def record(truth: Any, *texts: str, sample: int = 0) -> RolloutRecord:
 
 
 def written(folder: Path, *records: RolloutRecord) -> dict[str, list[dict[str, Any]]]:
-    (folder / "rollouts").mkdir()
+    (folder / "rollouts").mkdir(exist_ok=True)
     RolloutDump(folder / "rollouts").write(7, records, {})
     telemetry(folder)
     return {
