@@ -7,11 +7,13 @@ For the same reason no example of hypothesis has a deadline: on a busy machine a
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from rayloop.cli import SPINS
+from rayloop.launch.restarts import RESTARTED
 from tests.support import hermetic
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
@@ -27,3 +29,11 @@ def _hermetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     hermetic.marks.clear()
     hermetic.marks.update(mark.name for mark in request.node.iter_markers())
     monkeypatch.setattr(hermetic, "running", True)
+
+
+@pytest.fixture(autouse=True)
+def _first_start() -> Iterator[None]:
+    """A command that starts a program remembers in the environment that the next one continues it."""
+    os.environ.pop(RESTARTED, None)
+    yield
+    os.environ.pop(RESTARTED, None)

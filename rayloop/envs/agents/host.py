@@ -93,7 +93,10 @@ def _host(alone: bool) -> None:
             threading.Thread(target=_relay, args=(ours, _port(asked)), daemon=True).start()
         found = _watch(first, output, asked["limits"], alone)
         _kill()
-        own = _ended_for_memory(f"{os.path.dirname(asked['group'])}/memory.events") if asked["group"] else 0
+        own = _ended_in_group(asked["group"])
+    if own and not found["end"]:  # the kernel was faster than the sum
+        allowed = asked["limits"]["memory_mb"]
+        found["end"] = f"the kernel ended it for its memory, of which {allowed} MiB are allowed (memory_mb)"
     code = os.read(status, RESULT)
     found["code"] = os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
     short = _ended_for_memory("/proc/vmstat") - before > own  # of the machine, not of ``memory_mb``
@@ -361,6 +364,14 @@ def _ended_for_memory(path: str) -> int:
     with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
     return 0
+
+
+def _ended_in_group(processes: str) -> int:
+    """The same of the control group whose list of processes this is (of version 2 or 1); 0 without a group."""
+    folder = os.path.dirname(processes)
+    if not folder:
+        return 0
+    return _ended_for_memory(f"{folder}/memory.events") or _ended_for_memory(f"{folder}/memory.oom_control")
 
 
 def _called(asked: Mapping[str, Any]) -> Any:
