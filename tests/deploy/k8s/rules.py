@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from ipaddress import ip_address, ip_network
 from typing import Any
 
 import yaml
@@ -134,7 +135,7 @@ def of_kind(documents: list[Document], kind: str) -> list[Document]:
 def faults(documents: list[Document]) -> list[str]:
     """Everything that does not agree, one line per fault."""
     nodes = (versions, images, scaling, starts, endings, sizes, shared_memory, mounts, secrets, settings)
-    rules = (refusals, *nodes, disruptions, selectors, monitors, jobs, services)
+    rules = (refusals, *nodes, disruptions, selectors, metadata, monitors, jobs, services)
     return [fault for rule in rules for fault in rule(documents)]
 
 
@@ -288,7 +289,7 @@ def selectors(documents: list[Document]) -> Iterator[str]:
         if not chosen:
             yield f"{title}: podSelector selects nothing"
         open_ports = {port for pod in chosen for port in pod.ports.values()}
-        for rule in spec["ingress"]:
+        for rule in spec.get("ingress", []):
             for port in rule.get("ports", []):
                 if chosen and port["port"] not in open_ports:
                     yield f"{title}: port {port['port']} is no port of what it selects"
@@ -296,6 +297,52 @@ def selectors(documents: list[Document]) -> Iterator[str]:
                 here = "namespaceSelector" not in peer
                 if here and not any(pod.selected(peer["podSelector"]) for pod in known):
                     yield f"{title}: lets in {peer['podSelector']}, which selects nothing"
+
+
+METADATA = (
+    "169.254.169.254", "169.254.169.252", "169.254.169.253", "169.254.170.2", "169.254.170.23", "168.63.129.16", "100.100.100.200",
+    "fd00:ec2::254", "fd00:ec2::23", "fd20:ce::254", "fe80::a9fe:a9fe",
+)  # fmt: skip
+"""Where clouds give a node's or a pod's keys: AWS (EC2, ECS, EKS), Google, Azure, Alibaba, OpenStack."""
+NEEDED = ("10.0.0.1", "169.254.20.10", "2606:4700::1111", "140.82.121.3")
+"""Pods and services, the resolver's cache on a node, and the world."""
+
+
+def metadata(documents: list[Document]) -> Iterator[str]:
+    """No pod reaches a cloud's metadata, but for names; every pod reaches what it needs."""
+    policies = [one for one in of_kind(documents, "NetworkPolicy") if "Egress" in one["spec"]["policyTypes"]]
+    for pod in pods(documents):
+        rules = [rule for one in policies if pod.selected(one["spec"]["podSelector"]) for rule in one["spec"].get("egress", [])]
+        if not rules:
+            yield f"{pod.title}: no egress policy keeps it from the cloud's metadata"
+            continue
+        for address in METADATA:
+            if _reached(rules, address) - {53}:
+                yield f"{pod.title}: reaches the cloud's metadata at {address}"
+        for address in NEEDED:
+            if not _reached(rules, address) & {ANY, 53}:
+                yield f"{pod.title}: does not reach {address}"
+        if not any({"namespaceSelector": {}} in rule.get("to", []) for rule in rules):
+            yield f"{pod.title}: reaches no pods, where a network does not count them as addresses"
+
+
+ANY = 0
+"""Stands for every port."""
+
+
+def _reached(rules: list[Document], address: str) -> set[int]:
+    """The ports of an address that rules open."""
+    ports = set[int]()
+    for rule in rules:
+        blocks = [peer["ipBlock"] for peer in rule["to"] if "ipBlock" in peer] if "to" in rule else [{"cidr": address}]
+        if any(_within(address, block) for block in blocks):
+            ports |= {port["port"] for port in rule.get("ports", [{"port": ANY}])}
+    return ports
+
+
+def _within(address: str, block: Document) -> bool:
+    wanted = ip_address(address)
+    return wanted in ip_network(block["cidr"]) and not any(wanted in ip_network(out) for out in block.get("except", []))
 
 
 def monitors(documents: list[Document]) -> Iterator[str]:

@@ -82,6 +82,15 @@ def _leaves(group: dict[str, Any], command: str) -> None:
     container(group)["lifecycle"]["preStop"]["exec"]["command"][-1] = command
 
 
+def _egress(documents: Documents) -> dict[str, Any]:
+    return next(one for one in of_kind(documents, "NetworkPolicy") if "Egress" in one["spec"]["policyTypes"])
+
+
+def _world(documents: Documents, peer: int = 1) -> dict[str, Any]:
+    block: dict[str, Any] = _egress(documents)["spec"]["egress"][0]["to"][peer]["ipBlock"]
+    return block
+
+
 def _monitored(documents: Documents) -> dict[str, Any]:
     found: dict[str, Any] = of_kind(documents, "PodMonitor")[-1]["spec"]["podMetricsEndpoints"][0]
     return found
@@ -192,6 +201,15 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("podSelector selects nothing", lambda d: spec(d, "NetworkPolicy")["podSelector"]["matchLabels"].update(app="ray")),
     ("port 8266 is no port", lambda d: spec(d, "NetworkPolicy")["ingress"][1]["ports"][0].update(port=8266)),
     ("lets in", lambda d: spec(d, "RayJob")["submitterPodTemplate"]["metadata"]["labels"].clear()),
+    ("no egress policy keeps it", lambda d: d.remove(_egress(d))),
+    ("no egress policy keeps it", lambda d: _egress(d)["spec"].update(podSelector={"matchLabels": {"app": "ray"}})),
+    ("metadata at 169.254.169.254", lambda d: _egress(d)["spec"]["egress"].append({})),
+    ("metadata at 169.254.169.254", lambda d: _egress(d)["spec"]["egress"][1].pop("ports")),
+    ("metadata at 169.254.170.23", lambda d: _world(d)["except"].__setitem__(0, "169.254.169.254/32")),
+    ("metadata at fd00:ec2::254", lambda d: _world(d, 2).pop("except")),
+    ("does not reach 169.254.20.10", lambda d: _egress(d)["spec"]["egress"].pop(1)),
+    ("does not reach 140.82.121.3", lambda d: _world(d).update(cidr="10.0.0.0/8")),
+    ("reaches no pods", lambda d: _egress(d)["spec"]["egress"][0]["to"].pop(0)),
     ("ray-head: selects nothing", lambda d: spec(d, "PodMonitor")["selector"]["matchLabels"].update(app="ray")),
     ("head has no port as-metrics", lambda d: container(head(d))["ports"].pop(3)),
     ("RayCluster/other, which does not exist", lambda d: spec(d, "RayJob")["clusterSelector"].update({"ray.io/cluster": "other"})),
