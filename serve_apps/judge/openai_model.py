@@ -73,6 +73,8 @@ class CompletionModel(ABC):
             if choice.get("finish_reason") == "length":
                 raise InfrastructureFailure(f"{self.name}: the reply was cut off after max_tokens {self._keys['max_tokens']}")
             text = choice["message"]["content"] or ""
+            if isinstance(text, list):  # Mistral's form: the model's thoughts are parts of another type
+                text = "".join(part["text"] for part in text if part["type"] == "text")
             return Reply(str(text), correct_probability((choice.get("logprobs") or {}).get("content") or ()))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise InfrastructureFailure(f"{self.name}: no chat completion: {str(answer)[:200]}") from error

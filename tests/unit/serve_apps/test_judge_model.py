@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +23,8 @@ from rayloop.judge.cache import VerdictCache, cache_key
 from rayloop.judge.grader import Grader, Reply, fingerprint
 from rayloop.judge.prompt import InvalidVerdict, messages, parse, sanitise, schema
 from rayloop.judge.rubric import FOLDER, load_rubrics
+from rayloop.serve_apps.judge.openai_model import OpenAIModel
+from rayloop.serve_apps.settings import OpenAIBackendSettings
 
 RUBRICS = load_rubrics()
 RIGHT = json.dumps({"reason": "The same.", "verdict": "correct"})
@@ -229,6 +232,14 @@ WRAPPED = [
 def test_what_stands_around_the_object_is_named(text: str, why: str) -> None:
     with pytest.raises(InvalidVerdict, match=why):
         parse(text, "binary")
+
+
+def test_thoughts_in_parts_of_their_own_are_left_out() -> None:
+    parts = [{"type": "thinking", "thinking": [{"type": "text", "text": WRONG}]}, {"type": "text", "text": RIGHT}]
+    body = {"choices": [{"message": {"content": parts}, "finish_reason": "stop"}]}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=body))
+    model = OpenAIModel(OpenAIBackendSettings(kind="openai", url="http://127.0.0.1:9/v1", model="judge"), transport)
+    assert asyncio.run(model.reply([], {})).text == RIGHT
 
 
 @pytest.mark.parametrize("text", INVALID)
