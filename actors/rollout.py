@@ -45,6 +45,8 @@ class RolloutActor(Actor):
         self.engine: GenerationEngine = build_engine(model, settings, EnginePlace(folder, scratch, name))
         self.images = ImageCache()
         self.receiver = choose(transport, folder).receiver()
+        self._order = 0
+        self._loading = asyncio.Lock()
         self._level: Level = "level1"
         self._without_logprobs = bool(settings.untrainable())
 
@@ -101,6 +103,11 @@ class RolloutActor(Actor):
         if self._level == "level1":
             await self.engine.resume()
 
-    async def load(self, manifest: Manifest, source: Any) -> None:
-        """Load a weight update, whose ``source`` is the transport's. Raises WeightSyncError."""
-        await self.receiver.take(self.engine, manifest, source)
+    async def load(self, manifest: Manifest, source: Any, order: int = 0) -> None:
+        """Load a weight update, whose ``source`` is the transport's. Raises WeightSyncError. ``order`` grows with each update of a
+        run: one before the last that was loaded is left out, since its source arrived when the driver had given the call up."""
+        async with self._loading:  # an older one that is under way must not end after a newer one
+            if order < self._order:
+                return
+            self._order = order
+            await self.receiver.take(self.engine, manifest, source)

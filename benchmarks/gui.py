@@ -127,7 +127,7 @@ class SlotEngine:
 class SlotRollout(RolloutActor):
     """The rollout actor, which says how busy its engine was."""
 
-    async def load(self, manifest: Manifest, source: Any) -> None:
+    async def load(self, manifest: Manifest, source: Any, order: int = 0) -> None:
         await self.engine.load(manifest, {})
 
     async def busy(self) -> tuple[float, int]:

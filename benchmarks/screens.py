@@ -133,7 +133,7 @@ class CountingRollout(RolloutActor):
                 self._bytes += len(image.data)
                 self._distinct[image.ref.sha256] = len(image.data)
 
-    async def load(self, manifest: Manifest, source: Any) -> None:
+    async def load(self, manifest: Manifest, source: Any, order: int = 0) -> None:
         await self.engine.load(manifest, {})
 
     async def counts(self) -> tuple[int, int, dict[str, int]]:

@@ -47,7 +47,7 @@ class World(Actor):
     async def health(self) -> EngineHealth:
         return EngineHealth(self._version, 0, 0)
 
-    async def load(self, manifest: Manifest, source: Any) -> None:
+    async def load(self, manifest: Manifest, source: Any, order: int = 0) -> None:
         self._version = manifest.version
 
     async def play(

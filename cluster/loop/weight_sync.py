@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +18,16 @@ from rayloop.cluster.supervision.attempts import EpisodeRunner
 from rayloop.cluster.supervision.policy_group import LOADING
 from rayloop.core import events, incidents
 from rayloop.core.deadlines import with_deadline
-from rayloop.core.failures import DataFailure, EnvironmentFailed, Failure, LogprobMismatch, PolicyLost, WeightSyncError, WorkerLost
+from rayloop.core.failures import (
+    AnswerLate,
+    DataFailure,
+    EnvironmentFailed,
+    Failure,
+    LogprobMismatch,
+    PolicyLost,
+    WeightSyncError,
+    WorkerLost,
+)
 from rayloop.core.groups import Unscored, UnscoredKind
 from rayloop.core.types import RolloutRequest, Task, TrajectoryId, Version, derive
 from rayloop.run.config import RunConfig
@@ -36,6 +46,8 @@ SELF_TEST_TOKENS = 32
 """Maximum tokens of an answer of the self-test, whose first tokens show whether weights arrived."""
 ARRIVED = 1 / 3
 """Changed weights have arrived when engines and trainer differ by at most this share of the change."""
+LOADS, LOAD_FACTOR, LOAD_FLOOR = 5, 20.0, 60.0
+"""A load may take this many times what the longest of so many before it took, and this many seconds in any case."""
 
 
 class WeightSync:
@@ -48,6 +60,7 @@ class WeightSync:
         self.making = asyncio.Lock()
         """Held from the beginning of an update until its weights are synced."""
         self._unplayable: set[str] = set()
+        self._loads, self._spares, self._order = deque[float](maxlen=LOADS), True, 0
 
     @cached_property
     def _transport(self) -> WeightTransport[Any]:
@@ -57,11 +70,30 @@ class WeightSync:
         """Load ``version`` into all engines in service. Raises WeightSyncError, and PolicyLost when weights were lost."""
         try:
             await self.services.sharing.to_policy()
-            await self._transport.deliver(self.services.policy, self, version)
+            try:
+                await self._transport.deliver(self.services.policy, self, version)
+            except AnswerLate as late:
+                await self._send_again(version, late)
         except Exception as error:
             if object_lost(error):
                 raise PolicyLost(f"the weights of version {version} were lost while they were synced: {brief(error)}") from error
             raise
+
+    async def _send_again(self, version: Version, late: AnswerLate) -> None:
+        """Export and load ``version`` once more: a transfer that a broken link interrupted may not go on, and one of a new object
+        does. An engine that is late again is replaced."""
+        self.reporter.event(incidents.WeightsLost(str(version), why=brief(late)))
+        self._spares = False
+        try:
+            await self.services.sharing.to_policy()
+            await self._transport.deliver(self.services.policy, self, version)
+        finally:
+            self._spares = True
+
+    def _patience(self) -> float:
+        """Seconds for a load: a multiple of what the last ones took, at most a sixth of ``policy.step_timeout``."""
+        longest = self.config.sync_timeout
+        return min(longest, max(LOAD_FLOOR, LOAD_FACTOR * max(self._loads))) if self._loads else longest
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -75,9 +107,20 @@ class WeightSync:
         self._kept.set()
 
     async def load(self, update: WeightUpdate[Any]) -> None:
-        """Load an update into every engine in service. Raises the first failure, when all have ended."""
+        """Load an update into every engine in service. Raises the first failure, when all have ended, and AnswerLate when one that
+        is ``kept``, and so can be exported again, takes much longer than those before."""
         await self.services.sharing.to_rollout()
-        await self.services.rollout.within(self.config.sync_timeout).everywhere(RolloutActor.load, update.manifest, update.source)
+        kept, longest = update is self._current, self.config.sync_timeout
+        within = self._patience() if kept else longest
+        spares = kept and self._spares and within < longest
+        now = asyncio.get_running_loop().time
+        began = now()
+        engines = self.services.rollout.within(within, spares=spares)
+        self._order += 1
+        await engines.everywhere(RolloutActor.load, update.manifest, update.source, self._order)
+        took = now() - began
+        if kept and took < within:  # else an engine was replaced
+            self._loads.append(took)
 
     def fell_back(self, version: Version, error: Exception) -> None:
         """Emit that the transport's own way failed; a slower one follows."""
@@ -93,7 +136,7 @@ class WeightSync:
                 update = loaded
                 if isinstance(loaded.source, asyncio.Task):
                     update = await with_deadline(patience, asyncio.shield(loaded.source), "the copy of weights that are sent")
-                answer = submit(engine, RolloutActor.load, update.manifest, update.source)
+                answer = submit(engine, RolloutActor.load, update.manifest, update.source, self._order)
                 await with_deadline(self.config.sync_timeout, answer, "load of a new rollout engine", engine)
             except Exception as error:
                 if not (object_lost(error) or isinstance(error, PolicyLost)):

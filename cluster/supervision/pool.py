@@ -21,7 +21,7 @@ from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Emit
-from rayloop.core.failures import WorkerLost, WorkerStartFailed
+from rayloop.core.failures import AnswerLate, WorkerLost, WorkerStartFailed
 from rayloop.core.types import Ref
 from rayloop.run.lifetime import RecoverySettings
 
@@ -251,11 +251,13 @@ class Pool(Generic[A]):
         return worker
 
     def within(
-        self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None, avoid: set[int] | None = None
-    ) -> Calls[A]:
+        self, deadline: float, attempts: int = 1, unable: Callable[[Any], bool] | None = None, avoid: set[int] | None = None,
+        spares: bool = False,
+    ) -> Calls[A]:  # fmt: skip
         """The options of a call: ``attempts`` of ``deadline`` seconds each, on workers of slots not in ``avoid``, to which those
-        that were lost or unable are added. ``unable``: whether an answer shows that something around the worker failed."""
-        return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid)
+        that were lost or unable are added. ``unable``: whether an answer shows that something around the worker failed.
+        ``spares``: ``everywhere`` raises AnswerLate for workers that are late, and does not replace them."""
+        return Calls(self, deadline, attempts, unable, set() if avoid is None else avoid, spares)
 
     async def check(self) -> list[Any]:
         """The health of every worker; replaces those that do not answer. Raises the failure of a replacement."""
@@ -266,16 +268,17 @@ class Pool(Generic[A]):
         return answers
 
     async def answers(
-        self, method: str, asked: Sequence[tuple[Worker[A], Ref[R]]], deadline: float, *, counts: bool = True
+        self, method: str, asked: Sequence[tuple[Worker[A], Ref[R]]], deadline: float, *, counts: bool = True, spares: bool = False
     ) -> list[R]:
-        """The answers of these workers, without those lost, which are replaced. Raises the first failure, when all have ended."""
+        """The answers of these workers, without those lost, which are replaced. Raises the first failure, when all have ended.
+        ``spares``: a call that is late raises AnswerLate; it may still be answered."""
 
         async def one(worker: Worker[A], answer: Ref[R]) -> list[R]:
             what = f"{method} of {self.role} {worker.slot}"
             try:
                 return [await with_deadline(deadline, answer, what, worker.handle, counts=counts)]
             except Exception as error:
-                if not is_lost(error):
+                if not is_lost(error) or (spares and isinstance(error, AnswerLate)):
                     raise
                 self.lost(worker.serial, error)
                 return []
@@ -304,6 +307,7 @@ class Calls(Generic[A]):
     attempts: int
     unable: Callable[[Any], bool] | None
     avoid: set[int]
+    spares: bool
 
     async def call(self, method: Callable[Concatenate[A, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of some worker, up to ``attempts`` times. Raises its error, or WorkerLost after the last attempt."""
@@ -333,7 +337,7 @@ class Calls(Generic[A]):
     ) -> list[R]:
         """Call a method of every worker in service. Returns the answers of those not lost, or raises the first failure."""
         asked = [(worker, submit(worker.handle, method, *args, **kwargs)) for worker in self.pool.workers.values()]
-        return await self.pool.answers(method.__name__, asked, self.deadline)
+        return await self.pool.answers(method.__name__, asked, self.deadline, spares=self.spares)
 
     async def _attempt(
         self, method: str, begin: Callable[[Handle[A]], tuple[Ref[R], *tuple[Ref[S], ...]]]

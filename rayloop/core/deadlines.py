@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
-from rayloop.core.failures import PolicyLost, Preempted, WorkerLost
+from rayloop.core.failures import AnswerLate, PolicyLost, Preempted, WorkerLost
 from rayloop.core.types import Summary
 
 T = TypeVar("T")
@@ -88,11 +88,12 @@ async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T
 async def with_deadline(
     deadline: float, awaitable: Awaitable[T], what: str, actor: Any = None, *, counts: bool = True, starts: bool = False
 ) -> T:
-    """Await at most ``deadline`` seconds, or until ``actor`` is given up (``Waits.give_up``), else raise WorkerLost. Without
-    ``counts`` (health checks) its end is no progress."""
+    """Await at most ``deadline`` seconds, else raise AnswerLate; raises WorkerLost when ``actor`` is given up (``Waits.give_up``).
+    Without ``counts`` (health checks) its end is no progress."""
     WAITS.entered += 1
     key = WAITS.entered
-    wait = Awaited(what, time.monotonic(), actor, counts, starts, why=f"did not answer within {deadline:g} s")
+    late = f"did not answer within {deadline:g} s"
+    wait = Awaited(what, time.monotonic(), actor, counts, starts, why=late)
     WAITS.open[key] = wait
     try:
         async with asyncio.timeout(deadline) as wait.limit:
@@ -100,7 +101,8 @@ async def with_deadline(
     except TimeoutError as error:
         if wait.limit is None or not wait.limit.expired():
             raise
-        raise WorkerLost(f"{what} {wait.why}") from error
+        kind = AnswerLate if wait.why is late else WorkerLost
+        raise kind(f"{what} {wait.why}") from error
     finally:
         del WAITS.open[key]
         if counts:

@@ -149,6 +149,10 @@ class WorkerLost(InfrastructureFailure):
     exit_code = AGAIN
 
 
+class AnswerLate(WorkerLost):
+    """A call took longer than its deadline; its actor may be well."""
+
+
 class WorkerSpent(WorkerLost):
     """An actor whose process holds too many threads that hang: it must be replaced. The call itself was not begun."""
 

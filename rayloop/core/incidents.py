@@ -105,7 +105,8 @@ class BroadcastFailedEvent(Event, by="cluster/loop/weight_sync.py"):
 
 
 class WeightsLost(Event, by="cluster/loop/weight_sync.py"):
-    """The synced weights were lost with their node, and are synced again, by a new policy if need be. To do: see why it died."""
+    """The synced weights were lost with their node, or did not reach an engine in time, and are synced again, by a new policy if
+    need be. To do: see why the node died, or the network."""
 
     version: str
     why: str

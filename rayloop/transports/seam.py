@@ -63,7 +63,8 @@ class Rollouts(Protocol):
 
     async def load(self, update: WeightUpdate[Any]) -> None:
         """Every engine in service loads it within a sixth of ``policy.step_timeout``. An engine that is lost meanwhile is replaced.
-        Raises the first failure (WeightSyncError, BroadcastFailed) after all have ended."""
+        Raises the first failure (WeightSyncError, BroadcastFailed) after all have ended. What ``keep`` got is bounded by the last
+        loads; after AnswerLate, which must not be caught, ``deliver`` is called once more."""
 
     def fell_back(self, version: Version, error: Exception) -> None:
         """Emits an event: the transport failed for this version, and a slower way follows."""

@@ -260,11 +260,11 @@ class Stale(RolloutActor):
 
     part: Callable[[str], bool]
 
-    async def load(self, manifest: Any, source: Any) -> None:
+    async def load(self, manifest: Any, source: Any, order: int = 0) -> None:
         mine = {name: tensor for name, tensor in self.engine._parameters.items() if type(self).part(name)}
         kept = {name: tensor.clone() for name, tensor in mine.items()}
         assert kept
-        await super().load(manifest, source)
+        await super().load(manifest, source, order)
         for name, tensor in mine.items():
             tensor.copy_(kept[name])
 

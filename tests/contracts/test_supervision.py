@@ -714,7 +714,7 @@ CASES = [
     case("a rank dies long after a checkpoint", Fault("train", "died", step=2, times=1), events=REBUILT, checkpoint__every=10),
     # weights ---------------------------------------------------------------------------------------------------------
     case("load of an engine: died", once("load", "died", role="rollout"), events=REPLACED),
-    case("load of an engine: silent", once("load", "silent", role="rollout"), events=REPLACED),
+    case("load of an engine: silent", once("load", "silent", role="rollout"), events={"weights_lost": 1}),
     case(
         "load of an engine: bug", once("load", "bug", role="rollout"), code=1, counts={"trained": 8}, why="KeyError: 'turn'", step=1
     ),

@@ -235,7 +235,7 @@ class Actor:
 
     def do_leave(self, cohort: str) -> None: ...
 
-    def do_load(self, what: Any, source: Any) -> None:
+    def do_load(self, what: Any, source: Any, order: int = 0) -> None:
         if self.role == "rollout":
             self.version = what.version
 

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from ray import exceptions
 
+from benchmarks.virtual_time import live
+from rayloop.actors.rollout import RolloutActor
 from rayloop.cluster.loop.loggers import open_logger
 from rayloop.cluster.loop.weight_sync import WeightSync
-from rayloop.core.failures import PolicyLost
+from rayloop.core.failures import AnswerLate, PolicyLost
 from rayloop.core.types import Version
 from rayloop.rollout.time_sharing import TimeSharing
 from rayloop.run.config import RunConfig
@@ -32,12 +34,33 @@ class Engine:
     def __init__(self, lost: set[str]) -> None:
         self.lost, self.had = lost, list[str]()
 
-    async def load(self, manifest: Any, source: str) -> None:
+    async def load(self, manifest: Any, source: str, order: int = 0) -> None:
         await asyncio.sleep(0)
         if source in self.lost:
             error = exceptions.OwnerDiedError("00" * 28, "owner", "site")
             raise exceptions.RayTaskError("load", "trace", error).as_instanceof_cause()
         self.had.append(source)
+
+
+class Slow:
+    """Engines in service that take these seconds for each load, in turn. ``blamed``: which of them were replaced."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.had, self.blamed = list(seconds), list[str](), list[str]()
+        self.deadline, self.spares = 0.0, False
+
+    def within(self, deadline: float, spares: bool = False) -> Slow:
+        self.deadline, self.spares = deadline, spares
+        return self
+
+    async def everywhere(self, method: Any, manifest: Any, source: str, order: int) -> None:
+        self.had.append(source)
+        took = self.seconds.pop(0)
+        await asyncio.sleep(min(took, self.deadline))
+        if took > self.deadline and self.spares:
+            raise AnswerLate("load of rollout 0 did not answer")
+        if took > self.deadline:
+            self.blamed.append(source)
 
 
 class Stage:
@@ -58,10 +81,10 @@ class Stage:
             raise PolicyLost("rank 0 died")
         return WeightUpdate(SimpleNamespace(version=version), next(self.exports))  # type: ignore[arg-type]
 
-    def within(self, deadline: float) -> Stage:
+    def within(self, deadline: float, spares: bool = False) -> Stage:
         return self
 
-    async def everywhere(self, method: Any, manifest: Any, source: str) -> None:
+    async def everywhere(self, method: Any, manifest: Any, source: str, order: int) -> None:
         await self.serving.load(manifest, source)
 
     def reported(self, kind: str) -> int:
@@ -145,3 +168,79 @@ def test_weights_that_are_lost_while_they_are_published_are_a_lost_policy(stage:
     stage.serving = Engine({"first"})
     with pytest.raises(PolicyLost, match=r"the weights of version 1\.5 were lost while they were synced"):
         act(stage.weight_sync.send(NOW))
+
+
+HOUR = 3600.0
+
+
+def slow(stage: Stage, *seconds: float) -> Slow:
+    """In place of the stage's engines; the settings allow 600 s for a load."""
+    made = Slow(*seconds)
+    stage.weight_sync.services.rollout = made  # type: ignore[assignment]
+    stage.weight_sync.services.policy.exports = iter([f"export {n}" for n in range(1, 9)])  # type: ignore[attr-defined]
+    return made
+
+
+def sent(stage: Stage, *versions: Version) -> float:
+    """Send these; returns the seconds, on a clock that moves by itself, that the last one took."""
+
+    async def play() -> float:
+        now = asyncio.get_running_loop().time
+        for version in versions:
+            began = now()
+            await stage.weight_sync.send(version)
+        return now() - began
+
+    return live(play())
+
+
+VERSIONS = tuple(Version(1, step) for step in range(4))
+
+
+def test_a_load_that_stands_still_is_given_a_new_reference_before_an_engine_is_blamed(stage: Stage) -> None:
+    engines = slow(stage, 0.1, 0.2, 0.1, HOUR, 0.1)
+    took = sent(stage, *VERSIONS)
+    assert engines.had == ["export 1", "export 2", "export 3", "export 4", "export 5"]
+    assert engines.blamed == []
+    assert took == pytest.approx(60.1), "not the 600 s that the first load has"
+    assert stage.reported("weights_lost") == 1
+
+
+def test_an_engine_that_is_late_for_both_is_blamed(stage: Stage) -> None:
+    engines = slow(stage, 0.1, 0.2, 0.1, HOUR, HOUR, 0.1)
+    assert sent(stage, *VERSIONS) == pytest.approx(120.0)
+    assert engines.blamed == ["export 5"]
+    sent(stage, Version(1, 4))
+    assert engines.deadline == 60.0, "what an engine that was replaced took says nothing about the next load"
+
+
+def test_the_bound_follows_the_last_loads_and_the_first_has_the_longest(stage: Stage) -> None:
+    engines = slow(stage, 400.0, 10.0, 10.0, 10.0, 10.0, 10.0, 10.0)
+    bounds = []
+    for step in range(7):
+        sent(stage, Version(1, step))
+        bounds.append((engines.deadline, engines.spares))
+    assert bounds == [(600.0, False)] * 6 + [(pytest.approx(200.0), True)]
+
+
+def test_an_update_that_comes_after_a_later_one_is_left_out() -> None:
+    loaded = list[str]()
+
+    async def take(engine: Any, manifest: Any, source: str) -> None:
+        await asyncio.sleep(1.0 if source == "slow" else 0.0)
+        loaded.append(source)
+
+    async def play() -> None:
+        actor = RolloutActor.__new__(RolloutActor)
+        actor.engine, actor.receiver = None, SimpleNamespace(take=take)  # type: ignore[assignment]
+        actor._order, actor._loading = 0, asyncio.Lock()
+        any_version: Any = None
+        under_way = asyncio.create_task(actor.load(any_version, "slow", 1))
+        await asyncio.sleep(0.1)
+        await actor.load(any_version, "new", 2)
+        await actor.load(any_version, "late", 1)
+        await actor.load(any_version, "again", 2)
+        await under_way
+
+    live(play())
+    assert loaded == ["slow", "new", "again"]
