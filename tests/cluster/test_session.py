@@ -75,6 +75,7 @@ def test_the_logs_of_a_failed_start_are_kept(
         raise Exception("no space left on device")
 
     monkeypatch.setattr(session.ray, "init", init)
+    (tmp_path / "logs").mkdir()
     with pytest.raises(MachineFailed), session.session({}, None, str(tmp_path), tmp_path / "logs"):
         pass
     assert (tmp_path / "logs/ray/gcs_server.out").read_text(encoding="utf-8") == "no room"
@@ -90,7 +91,7 @@ def test_another_failure_is_not_tried_again(monkeypatch: pytest.MonkeyPatch, dae
 def test_too_few_open_files_are_refused_before_ray_starts(
     monkeypatch: pytest.MonkeyPatch, daemons: list[subprocess.Popen[bytes]]
 ) -> None:
-    monkeypatch.setattr(session.resource, "getrlimit", lambda _: (64, 64))
+    monkeypatch.setattr(session, "open_files", lambda: (64, 64))
     with pytest.raises(ConfigError, match=r"64 files may be open at once here .* `ulimit -n 8192`"):
         session.start("folder")
     assert not daemons

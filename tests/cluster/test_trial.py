@@ -284,7 +284,7 @@ def test_a_broken_image_is_named_and_passed_over(try_it: Try, tmp_path: Path, gr
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     mine = {
         "model__path": str(grounding_model),
-        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "anywhere": True},
         "reward__source": {"use": "tests.support.rewards:TokenReward"},
     }
     code, text = try_it("--row", "1", **mine)
@@ -316,6 +316,7 @@ def test_one_command_plays_a_row_as_its_authors_publish_it(
         shown = {**PARTS, "images": [{"bytes": picture(96, 64), "path": None}], "env_name": "visual_toolbox_v2"}
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([shown]), tmp_path / file)
     given = [f"data.train={tmp_path / file}", f"model.path={ROOT}/recipes/pyvision/tiny", "rollout.sampling.max_tokens=8"]
+    given.append(f"output={tmp_path}")
     given.append("reward.source={use: 'rayloop.recipes.pyvision.verifiers:OptionReward'}")  # no judge is served here
     code = main(["try", f"{ROOT}/recipes/pyvision/presets/{preset}.yaml", *given])
     shown_text = "".join(capsys.readouterr())

@@ -409,6 +409,7 @@ class Hosted(RolloutActor):
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.images = engine, ImageCache()
+        self._without_logprobs = False
 
 
 def test_samples_asked_for_together_are_those_asked_for_one_by_one(text: Served) -> None:

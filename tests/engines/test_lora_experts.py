@@ -42,6 +42,6 @@ def test_the_experts_keep_their_weights_and_the_log_says_so(mixture: Path, caplo
 
 def test_doctor_warns_of_them(mixture: Path, tmp_path: Path) -> None:
     adapted = RunConfig.model_validate(settings(tmp_path, mixture, policy__engine__lora={"rank": 4}))
-    assert [one.found for one in configuration(adapted) if one.level == "warning"] == [f"policy.engine.lora: {UNADAPTED}"]
+    assert f"policy.engine.lora: {UNADAPTED}" in [one.found for one in configuration(adapted) if one.level == "warning"]
     whole = RunConfig.model_validate(settings(tmp_path, mixture))
-    assert [one.level for one in configuration(whole)] == ["ok"]
+    assert not [one for one in configuration(whole) if "policy.engine.lora" in one.found]

@@ -118,6 +118,7 @@ class Receiving(RolloutActor):
         BroadcastTransport.bucket_bytes = BUCKET  # in this process: several buckets, of a model that small
         self.engine: Any = Streaming() if workers else Engine()
         self.receiver: Any = transport(chosen(config, workers), folder).receiver()
+        self._loading, self._order = asyncio.Lock(), 0
 
     def health(self) -> int:  # type: ignore[override]
         return os.getpid()
