@@ -190,7 +190,7 @@ def test_videos_are_readers_of_frames(make: Make, tmp_path: Any) -> None:
     task = Task("v", (Message("user", ("Which?",)),), extra={"videos": [frames]})
     code = "print(len(video_clue_0), video_clue_0[2].asnumpy().shape, video_clue_0.get_batch([0, 2])[1, 0, 0, 0])"
     assert "3 (4, 8, 3) 2" in shown(run(make(task), code))
-    with pytest.raises(DataFailure, match="videos"):
+    with pytest.raises(DataFailure, match=r"nowhere\.png"):
         make(Task("v", TASK.messages, extra={"videos": [["nowhere.png"]]}))
 
 
@@ -272,8 +272,8 @@ def test_a_forged_answer_ends_its_interpreter_and_the_episode_goes_on(make: Make
 
 
 def test_pictures_are_decoded_within_the_calls_time_only(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.envs.interpreter.environment.probe", lambda *_: time.sleep(0.4) or (b"x", 1, 1))
     environment = make(Task("t", (Message("user", ("How many?",)),)), code_timeout=1.0)
+    monkeypatch.setattr("rayloop.data.images.probe", lambda *_: time.sleep(0.4) or (b"x", 1, 1))
     began = time.monotonic()
     said = shown(run(environment, "for k in range(32): plt.figure(figsize=(1, 1))\nplt.show()"))
     assert time.monotonic() - began < 3
