@@ -1,7 +1,7 @@
 """Runs agents: ``python host.py MODULE...`` imports the modules, and forks for each socket that comes over the one at its input. A
 socket carries a JSON object on one line, and brings one line that says how the agent ended. The agent and all that it started are
-killed at a limit, at its end, when the socket closes because the client is gone, and when this process ends. Where user namespaces
-work an agent has its own: it sees no process but those that it starts. Standard library only: it runs in the agent's Python."""
+killed at a limit, at its end, when the client closes the socket, and when this process ends. Where user namespaces work, an agent
+sees no process but those that it starts. Standard library only: it runs in the agent's Python."""
 
 import asyncio
 import ctypes
@@ -93,10 +93,10 @@ def _host(alone: bool) -> None:
             threading.Thread(target=_relay, args=(ours, _port(asked)), daemon=True).start()
         found = _watch(first, output, asked["limits"], alone)
         _kill()
-        own = _ended_in_group(asked["group"])
+        group = os.path.dirname(asked["group"])
+        own = _ended_for_memory(f"{group}/memory.events", f"{group}/memory.oom_control") if group else 0
     if own and not found["end"]:  # the kernel was faster than the sum
-        allowed = asked["limits"]["memory_mb"]
-        found["end"] = f"the kernel ended it for its memory, of which {allowed} MiB are allowed (memory_mb)"
+        found["end"] = f"the kernel ended it for its memory, of which {most >> 20} MiB are allowed (memory_mb)"
     code = os.read(status, RESULT)
     found["code"] = os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
     short = _ended_for_memory("/proc/vmstat") - before > own  # of the machine, not of ``memory_mb``
@@ -359,19 +359,13 @@ def _raised(error: BaseException) -> list[tuple[list[str], Any]]:
     return chain
 
 
-def _ended_for_memory(path: str) -> int:
-    """Processes that the kernel has ended because memory was short: of the machine, or of a control group."""
-    with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    return 0
-
-
-def _ended_in_group(processes: str) -> int:
-    """The same of the control group whose list of processes this is (of version 2 or 1); 0 without a group."""
-    folder = os.path.dirname(processes)
-    if not folder:
-        return 0
-    return _ended_for_memory(f"{folder}/memory.events") or _ended_for_memory(f"{folder}/memory.oom_control")
+def _ended_for_memory(*files: str) -> int:
+    """Processes that the kernel has ended because memory was short: of the machine, or of a control group of version 2 or 1."""
+    lines = list[str]()
+    for path in files:
+        with suppress(OSError), open(path, encoding="utf-8") as file:
+            lines += file
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def _called(asked: Mapping[str, Any]) -> Any:
