@@ -110,8 +110,9 @@ def test_without_a_token_there_must_be_loopback_and_a_run(judge: Served, evaluat
         assert (done.returncode, why in done.stderr) == (2, True), done.stderr
 
 
-def test_the_page_of_the_judge_shows_what_a_real_one_says(judge: Served, tmp_path: Path) -> None:
+def test_the_page_of_the_judge_shows_what_a_real_one_says(judge: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RunFolder(tmp_path, "run").acquired() as live:
+        monkeypatch.setattr("rayloop.serve_apps.console.content.own_copy", lambda cluster: live.config)  # a run of this user
         settings = {"judge": {"url": judge.url, "key_file": str(judge.key_file)}}
         live.write_config(yaml.safe_dump({"reward": {"source": {"use": "rayloop.judge.reward:JudgeReward", "with": settings}}}))
         judge.ready(2)
