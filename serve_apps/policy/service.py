@@ -18,6 +18,9 @@ from rayloop.serve_apps.policy.engines import Engines
 from rayloop.serve_apps.settings import PolicyEndpointSettings
 from rayloop.web import RequestMetrics
 
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy, as in vLLM: logits that are divided by less leave the range of float32."""
+
 
 class PolicyService:
     """Answers chats with the run's engines, within the limits. Inside ``running`` it keeps looking for engines."""
@@ -91,4 +94,6 @@ class PolicyService:
         most = min(asked.max_completion_tokens or asked.max_tokens or s.max_tokens, room)
         least = min(s.min_tokens if asked.min_tokens is None else asked.min_tokens, most)
         temperature = s.temperature if asked.temperature is None else asked.temperature
+        if temperature < GREEDY_BELOW:
+            temperature = 0.0
         return self.renderer.sampling(Sampling(temperature, most, least, asked.stops))
