@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 BLOCK, ENDING = 512, 2.0
+AT_ONCE = 1 << 20
+"""Bytes for which the kernel asks a cgroup at once, so that it may be refused so much below its limit."""
 _OWN, _SHARES = ("RssAnon:", "RssShmem:", "VmSwap:"), ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 _LIMITS = (("memory.max", "memory.swap.max"), ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"))
 """Of memory and of memory with swap: in cgroups of version 2 and of version 1."""
@@ -70,6 +72,38 @@ def bounded(limit: int) -> Iterator[str]:
     finally:
         if folder:
             _removed(folder)
+
+
+def kernel_kills(group: str = "") -> int:
+    """Processes that the kernel has ended because memory was short: those of a cgroup, or all of this machine."""
+    if not group:
+        return _counted("/proc/vmstat", "oom_kill")
+    return _counted(f"{group}/memory.events", "oom_kill") + _counted(f"{group}/memory.oom_control", "oom_kill")
+
+
+def limit_was_reached(group: str) -> bool:
+    """Whether the processes of a cgroup were refused memory by its own limit. Version 1 counts no refusals on new kernels, so
+    there the most that they had tells."""
+    most, limit = (_counted(f"{group}/memory.{name}_in_bytes", "") for name in ("max_usage", "limit"))
+    return _counted(f"{group}/memory.events", "oom") > 0 or most + AT_ONCE >= limit > 0
+
+
+def machine_was_short(group: str, before: int) -> bool:
+    """Whether the kernel ended one of these processes although their cgroup has not reached its limit. Without a cgroup: whether it
+    ended any of this machine since ``before``, as nobody can tell whose it was."""
+    if group:
+        return kernel_kills(group) > 0 and not limit_was_reached(group)
+    return kernel_kills() > before
+
+
+def _counted(path: str, name: str) -> int:
+    """The number behind ``name``, or of a file that has a number only; 0 where there is no such file or line."""
+    with suppress(OSError), open(path, encoding="utf-8") as file:
+        for line in file:
+            *names, number = line.split()
+            if names == [name] * bool(name):
+                return int(number)
+    return 0
 
 
 def _removed(folder: str) -> None:

@@ -141,7 +141,7 @@ class Services:
     async def start(self, admit: Any) -> None:
         await asyncio.sleep(0)
 
-    def within(self, deadline: float) -> Services:
+    def within(self, deadline: float, spares: bool = False) -> Services:
         return self
 
     async def everywhere(self, method: Any, *args: Any) -> None:
@@ -269,6 +269,9 @@ def test_a_stop_whose_save_fails_is_not_saved(stage: Stage, tmp_path: Path, monk
 
     monkeypatch.setattr(Driver, "evaluate", evaluate)
     monkeypatch.setattr(PolicyRank, "save", save)
+    monkeypatch.setattr("rayloop.cluster.loop.saving.RETRY", 0.1)
+    preemption = stage.config.preemption.model_copy(update={"grace": 4.0})  # half of it is for tries
+    stage.config = stage.config.model_copy(update={"preemption": preemption})
     driver = stage.driver(tmp_path / "run")
     with pytest.raises(NotSaved, match=r"step 1 of 3, not saved: .* no space left .* continue from the beginning"):
         asyncio.run(driver.main())

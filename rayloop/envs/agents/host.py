@@ -80,7 +80,7 @@ def _host(alone: bool) -> None:
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # what the agent leaves behind becomes a child of this process
     alone = asked["alone"] = alone and asked["alone"]
     (output, written), (returned, returns), (status, reports) = os.pipe(), os.pipe(), os.pipe()
-    most, before = int(asked["limits"]["memory_mb"]) << 20, _ended_for_memory("/proc/vmstat")
+    most, before = int(asked["limits"]["memory_mb"]) << 20, memory.kernel_kills()
     with memory.bounded(most + most // 4) as asked["group"]:  # for what the sum, which says why, does not see
         ours, theirs = socket.socketpair()
         inside = alone and not asked["network"]
@@ -91,15 +91,13 @@ def _host(alone: bool) -> None:
             os.close(descriptor)
         if inside and asked["address"]:
             threading.Thread(target=_relay, args=(ours, _port(asked)), daemon=True).start()
-        found = _watch(first, output, asked["limits"], alone)
-        _kill()
         group = os.path.dirname(asked["group"])
-        own = _ended_for_memory(f"{group}/memory.events", f"{group}/memory.oom_control") if group else 0
-    if own and not found["end"]:  # the kernel was faster than the sum
-        found["end"] = f"the kernel ended it for its memory, of which {most >> 20} MiB are allowed (memory_mb)"
+        found = _watch(first, output, asked["limits"], alone, group)
+        _kill()
+        found["end"] = found["end"] or _killed_at_its_limit(asked["limits"], group)
+        short = memory.machine_was_short(group, before)
     code = os.read(status, RESULT)
     found["code"] = os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
-    short = _ended_for_memory("/proc/vmstat") - before > own  # of the machine, not of ``memory_mb``
     found |= {"result": None, "raised": [], "broken": short or not code}  # without a code what keeps the agent was killed
     with suppress(ValueError):  # it was killed while it wrote
         found |= json.loads(os.read(returned, RESULT) or b"{}")
@@ -253,7 +251,7 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool) -> dict[str, Any]:
+def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool, group: str) -> dict[str, Any]:
     """Returns when the agent has ended, or must: ``end`` says why, "" when it ended by itself."""
     ended, tail = os.pidfd_open(pid), b""
     until, open_ends = time.monotonic() + limits["seconds"], [ended, output, 0]
@@ -268,7 +266,8 @@ def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool) -> d
         gone = "its client is gone" if 0 in ready else ""  # else nothing comes
         end = gone
         if not end and ended not in ready and time.monotonic() > look:
-            end, look = _beyond(limits, until, memory.tree(pid), alone), time.monotonic() + LOOK
+            end = _beyond(limits, until, memory.tree(pid), alone) or _killed_at_its_limit(limits, group)
+            look = time.monotonic() + LOOK
         if end or ended in ready:
             break
     while output in open_ends and select.select([output], [], [], 0)[0] and (chunk := os.read(output, 1 << 16)):
@@ -290,6 +289,13 @@ def _beyond(limits: Mapping[str, float], until: float, pids: list[int], alone: b
             files = (shared.f_blocks - shared.f_bfree) * shared.f_frsize
     if (filled := memory.beyond(most - files, living)) or files > most:
         return f"it filled {filled + files >> 20} MiB of memory, {limits['memory_mb']} are allowed (memory_mb)"
+    return ""
+
+
+def _killed_at_its_limit(limits: Mapping[str, float], group: str) -> str:
+    """What to say when the kernel, which is faster than the sum, ended a process of the agent at ``memory_mb``; else ""."""
+    if group and memory.kernel_kills(group) and memory.limit_was_reached(group):
+        return f"the kernel ended a process of it for its memory, of which {limits['memory_mb']} MiB are allowed (memory_mb)"
     return ""
 
 
@@ -357,15 +363,6 @@ def _raised(error: BaseException) -> list[tuple[list[str], Any]]:
         else:
             found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)
     return chain
-
-
-def _ended_for_memory(*files: str) -> int:
-    """Processes that the kernel has ended because memory was short: of the machine, or of a control group of version 2 or 1."""
-    lines = list[str]()
-    for path in files:
-        with suppress(OSError), open(path, encoding="utf-8") as file:
-            lines += file
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def _called(asked: Mapping[str, Any]) -> Any:

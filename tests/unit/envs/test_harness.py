@@ -538,12 +538,12 @@ def test_an_episode_that_is_cancelled_ends_its_agent(agent: Played, tmp_path: Pa
         ("while True: os.fork()", {"processes": 20}, r"processes, 20 are allowed \(processes\)"),
         ("kept = [b'x' * (8 << 20) for _ in range(1000)]", {"memory_mb": 256}, "MemoryError"),
         (
-            "[os.fork() or (bytearray(200 << 20), time.sleep(60)) for _ in range(4)]; time.sleep(60)",
+            "[os.fork() or (bytearray(200 << 20), time.sleep(600)) for _ in range(4)]; time.sleep(600)",
             {"memory_mb": 300},
             r"allowed \(memory_mb\)",
         ),
         (
-            "m = mmap.mmap(-1, 400 << 20); [m.__setitem__(slice(k << 20, k + 1 << 20), PAGE) for k in range(400)]; time.sleep(60)",
+            "m = mmap.mmap(-1, 400 << 20); [m.__setitem__(slice(k << 20, k + 1 << 20), PAGE) for k in range(400)]; time.sleep(600)",
             {"memory_mb": 200},
             r"allowed \(memory_mb\)",
         ),

@@ -91,9 +91,42 @@ def test_a_cgroup_holds_what_is_started_in_it_where_one_can_be_made() -> None:
     with memory.bounded(SIZE // 2) as group:
         if not group:
             pytest.skip("this user may make no cgroup here")
+        folder = str(Path(group).parent)
         joined = ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"', group]
         with running(WAYS["shared"] + SAY, *joined) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "", "it was ended before it was full"
             assert process.wait(30) == -9
-    assert not Path(group).parent.exists()
+        assert memory.kernel_kills(folder) == 1
+        assert memory.limit_was_reached(folder)
+        assert not memory.machine_was_short(folder, 0)
+    assert not Path(folder).exists()
+
+
+OOM = "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"
+
+
+@pytest.mark.parametrize(
+    ("events", "refused"),
+    [
+        ({"memory.events": "low 0\nhigh 0\nmax 40\noom 2\noom_kill 1\n"}, True),
+        ({"memory.events": "low 0\nhigh 0\nmax 40\noom 0\noom_kill 1\n"}, False),
+        ({"memory.oom_control": OOM, "memory.max_usage_in_bytes": "104857600", "memory.limit_in_bytes": "104857600"}, True),
+        ({"memory.oom_control": OOM, "memory.max_usage_in_bytes": "52428800", "memory.limit_in_bytes": "104857600"}, False),
+    ],
+)
+def test_a_process_that_the_kernel_ended_was_at_its_limit_or_the_machine_was_short(
+    tmp_path: Path, events: dict[str, str], refused: bool
+) -> None:
+    for name, text in events.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert memory.kernel_kills(str(tmp_path)) == 1
+    assert memory.limit_was_reached(str(tmp_path)) is refused
+    assert memory.machine_was_short(str(tmp_path), 0) is not refused
+
+
+def test_what_the_kernel_ended_elsewhere_does_not_concern_a_cgroup_of_which_it_ended_none(tmp_path: Path) -> None:
+    (tmp_path / "memory.events").write_text("oom 0\noom_kill 0\n", encoding="utf-8")
+    before = memory.kernel_kills() - 1
+    assert not memory.machine_was_short(str(tmp_path), before)
+    assert memory.machine_was_short("", before), "without a cgroup nobody can tell whose it was"
