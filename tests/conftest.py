@@ -17,6 +17,7 @@ from rayloop.launch.restarts import RESTARTED
 from tests.support import hermetic
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # a call outside a cluster is an error: it would start one, for all tests that follow
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from rayloop.actors import policy
 from rayloop.actors.policy import PolicyRank
 from rayloop.cluster.supervision import policy_group
 from rayloop.cluster.supervision.policy_group import PolicyGroup
@@ -52,8 +53,11 @@ def group(*ranks: Rank, health_timeout: float = 30.0) -> PolicyGroup:
 
 
 @pytest.fixture(autouse=True)
-def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor pauses."""
     monkeypatch.setattr(policy_group, "PAUSE", 0.0)
+    monkeypatch.setattr(policy_group.ray, "kill", lambda rank: None)
+    monkeypatch.setattr(policy, "fetch", lambda refs: ({}, set()))
 
 
 def fetch(of: PolicyGroup) -> Any:
