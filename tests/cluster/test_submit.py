@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -19,7 +21,7 @@ from rayloop.commands.submit import job_command, pack
 from rayloop.core.failures import ConfigError
 from rayloop.launch.ray_variables import authentication, joined_cluster, without_proxy
 from tests.support.heads import Head, checkout, cluster_command, head
-from tests.support.runs import eventually, settings, tagged
+from tests.support.runs import ROOT, eventually, settings, tagged
 
 
 def files(folder: Path, *names: str) -> None:
@@ -62,6 +64,28 @@ def test_keys_and_what_links_lead_to_elsewhere_stay_here(
     with zipfile.ZipFile(pack(folder, tmp_path / "package.zip")) as package:
         assert sorted(package.namelist()) == ["c.py", "code/a.py"]
     assert "judge.key" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_what_the_package_finds_beside_itself_is_sent_once(versioned: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "checkout"
+    files(folder, "shared/rows.jsonl")
+    for name in ("actors/__init__.py", "recipes/mine.py", "rayloop/cli.py"):
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
+    shutil.copy(ROOT / "rayloop/__init__.py", folder / "rayloop/__init__.py")
+    for name in ("actors", "recipes"):
+        (folder / "rayloop" / name).symlink_to(f"../{name}")
+    (folder / "data").symlink_to("shared")
+    if versioned:
+        subprocess.run(["git", "init", "-q", str(folder)], check=True)
+        subprocess.run(["git", "-C", str(folder), "add", "."], check=True)
+    code = {"actors/__init__.py", "recipes/mine.py", "rayloop/__init__.py", "rayloop/cli.py"}
+    assert packed(folder) == {*code, "shared/rows.jsonl", "data/rows.jsonl"}
+    with zipfile.ZipFile(tmp_path / "package.zip") as archive:
+        archive.extractall(tmp_path / "job")
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path / "job")}
+    subprocess.run([sys.executable, "-c", "import rayloop.actors, rayloop.recipes.mine"], env=variables, cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("insecure", [False, True])
