@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.pages.compatible import rows, templates, tokenizers
+from benchmarks.pages.compatible import pictures, rows, templates, tokenizers
 from benchmarks.pages.compatible.artefacts import FORMS, PUBLISHED, Published
 from tests.support.runs import ROOT
 
@@ -52,3 +52,10 @@ def test_each_layout_of_rows_is_read_as_the_page_says() -> None:
     assert [line for line in lines if line not in PAGE] == [], "make docs"
     refused = [line for line in lines if "refused" in line]
     assert len(refused) == 2, "films, and a prompt that is a number"
+
+
+@pytest.mark.parametrize("name", pictures.PNGS)
+def test_each_form_of_picture_is_shown_as_the_page_says(name: str) -> None:
+    data, colours = pictures.PNGS[name]
+    assert pictures.shown(data) == ["#" + bytes(colour).hex() for colour in colours]
+    assert cells(name) == [", ".join(pictures.shown(data))], "make docs"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.pages.compatible.pictures import PNGS, WHITE
 from rayloop.core.failures import DataFailure
 from rayloop.data.images import decode, portable
 from rayloop.data.published.prepare import Pictures
 from rayloop.sandbox.cells import Video
 from rayloop.sandbox.pictures import rgb
-from tests.support.picture_modes import PNGS, WHITE, table
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -80,8 +80,3 @@ def test_a_program_that_decodes_by_itself_is_sent_what_the_policy_is_shown() -> 
         with Image.open(io.BytesIO(sent)) as opened:
             assert opened.mode == "RGB"
             assert np.array_equal(np.asarray(opened), np.asarray(decode(data)))
-
-
-def test_the_table_has_a_row_for_each_form() -> None:
-    assert table().count("\n") == 2 + len(PNGS)
-    assert "| 16 bits | #010101, #808080 |" in table()

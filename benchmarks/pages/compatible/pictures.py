@@ -1,9 +1,14 @@
-"""Pictures in every form in which a PNG keeps its pixels, and what is shown of each."""
+"""Pictures in every form in which a PNG keeps its pixels, and what the policy is shown of each."""
 
 from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from rayloop.data.images import decode
 
 WHITE, BLACK = (255, 255, 255), (0, 0, 0)
 GREY, COLOUR, PALETTE, GREY_ALPHA, COLOUR_ALPHA = 0, 2, 3, 4, 6
@@ -48,8 +53,23 @@ PNGS = {
 }
 
 
-def table() -> str:
-    """The forms and the pixels that the policy is shown, as a table for a page."""
-    rows = [("PNG", "pixels shown"), ("---", "---")]
-    rows += [(name, ", ".join("#" + bytes(pixel).hex() for pixel in shown)) for name, (_, shown) in PNGS.items()]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+HEADER = """## Pictures
+
+Each form in which a PNG keeps its pixels: the colours that the policy is shown, one after the other. Transparent ones stand on
+white, as vLLM and qwen-vl-utils show them; 16 bits become the nearest of 8.
+
+| PNG | colours shown |
+|---|---|"""
+
+
+def section() -> Iterator[str]:
+    """The lines of the section."""
+    yield HEADER
+    for name, (data, _) in PNGS.items():
+        yield f"| {name} | {', '.join(shown(data))} |"
+
+
+def shown(data: bytes) -> list[str]:
+    """The colours of a picture's first row of pixels, as ``#rrggbb``."""
+    first_row = np.asarray(decode(data))[0]
+    return ["#" + bytes(pixel).hex() for pixel in first_row]
