@@ -141,6 +141,20 @@ def test_rows_of_events_carry_no_class_that_a_style_could_hit(folder: RunFolder)
             assert classes(html, "tr") == set(), path
 
 
+@pytest.mark.parametrize("judged", [False, True])
+def test_the_page_of_rewards_speaks_of_verdicts_where_a_judge_gives_them(folder: RunFolder, judged: bool) -> None:
+    source: dict[str, object] = {"use": "mine:reward"}
+    if judged:
+        source = {"use": "rayloop.judge.reward:JudgeReward", "with": {"judge": {"url": "http://127.0.0.1:9"}}}
+    (folder.path / "config.yaml").write_text(yaml.safe_dump({"steps": 3, "reward": {"source": source}}), encoding="utf-8")
+    with served(folder) as client:
+        html = client.get("/judge").text
+    assert '<a href="/judge" aria-current="page">Rewards</a>' in html
+    assert "<h1>Rewards</h1>" in html
+    assert re.search(r"<h2>(\w+) of step", html)[1] == ("Verdicts" if judged else "Rewards")  # type: ignore[index]
+    assert ("A judge is asked while the run lives" in html) == judged
+
+
 def test_alarms_come_first(folder: RunFolder) -> None:
     folder.events.emit(incidents.Alarm("all_right", "nobody learns"), 3)
     with served(folder) as client:

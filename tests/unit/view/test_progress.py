@@ -139,6 +139,9 @@ def test_a_narrow_terminal_gets_fewer_columns(width: int, there: list[str], gone
           "tokens": 9, "mean": 0.5, "max": 1.0, "images": 4, "swapped": 0.25, "tolerance": 0.001},
          "[0] engine and trainer agree: NO, their log-probs differ by 0.5 on average over 9 tokens (0.001 is allowed); other "
          "images change them by 0.25"),
+        ({"event": "self_test", "step": 0, "group": "vision", "moved": 0.0338, "follows": 5.05e-07},
+         "[0] weight sync (vision) tested: a change of these weights moved the trainer's log-probs by 0.0338; those of the engine, "
+         "synced, then differed by 5.05e-07"),
         ({"event": "evaluated", "step": 1, "val/reward/mean": 0.743, "val/exact/mean": 0.275, "val/a/reward/mean": 0.5,
           "val/control/blind/reward/mean": 0.1, "val/scored": 200.0, "val/unscored": 0.0},
          "[1] held-out: reward 0.743, exact 0.275 over 200 rows"),
