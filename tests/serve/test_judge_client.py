@@ -579,7 +579,7 @@ def test_a_discovery_that_hangs_is_given_up_like_a_request(stub: JudgeStub) -> N
             await client.close()
 
     assert isinstance(asyncio.run(run()), JudgeVerdict)
-    assert len(asked) == 2
+    assert len(asked) > 1
 
 
 def test_nobody_there_names_the_address() -> None:
