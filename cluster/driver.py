@@ -93,7 +93,7 @@ class Driver:
 
     async def run(self) -> None:
         """Train from the newest checkpoint to the last step. Raises PolicyLost when a rank died."""
-        await self.restore()
+        await until_stopped(self.stopping, self.restore())
         await self.sync_weights()
         await self.verify()
         async with background(
@@ -166,7 +166,7 @@ class Driver:
         """Begin a new lineage from a checkpoint (``Origin``), or from the start model."""
         with suppress(PolicyLost):  # whose ranks wrote it
             await self.saving.settle()
-        checkpoint = await self.origin.restore(self.take, self.reporter.event)
+        checkpoint = await self.origin.restore(self.take, self.reporter.event, self.config.recovery.start_timeout)
         if checkpoint is None:
             self.saving.anew(self.origin.since)
             if gone := self.saving.latest():
@@ -174,7 +174,7 @@ class Driver:
                 self.reporter.event(incidents.WarningEvent(why))
             self.reinstate(self.initial)
             self.reference.restore(None)
-        await until_stopped(self.stopping, self.rollouts.ready.complete(self.annotate))
+        await self.rollouts.ready.complete(self.annotate)
         lineage = self.checkpoints.next_lineage()
         self.reporter.begin(self.step, lineage, checkpoint)
         if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):

@@ -15,13 +15,10 @@ from rayloop.core import events, incidents
 from rayloop.core.deadlines import WAITS, bounded, with_deadline
 from rayloop.core.events import Event
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed, WorkerLost
-from rayloop.core.files import Checksum
+from rayloop.core.files import RETRY, Checksum
 from rayloop.core.types import TrajectoryId, Version
 from rayloop.rollout.plain import HeldValue, Plain, filled, held
 from rayloop.run.checkpoint import FAILED_SAVES, Checkpoint, CheckpointStore, complete
-
-RETRY = 5.0
-"""Seconds between two tries to save while training waits for the storage."""
 
 
 @dataclass(frozen=True)

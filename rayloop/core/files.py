@@ -172,14 +172,19 @@ def unused(path: Path) -> Path:
 def kind_of(*errors: BaseException, saving: bool = False) -> type[CheckpointError]:
     """CheckpointStorageFailed when the storage refused, else CheckpointError (a file is missing or holds something else). Where
     one is ``saving``, what is missing is a folder that was there: its storage is away."""
-    return CheckpointStorageFailed if any(_refused(error, saving) for error in errors) else CheckpointError
+    return CheckpointStorageFailed if any(refused(error, saving) for error in errors) else CheckpointError
 
 
-def _refused(error: BaseException, saving: bool) -> bool:
+RETRY = 5.0
+"""Seconds until storage that refused is asked again."""
+
+
+def refused(error: BaseException, saving: bool = False) -> bool:
+    """Whether the storage did not answer, which says nothing about what is there."""
     if isinstance(error, OSError | CheckpointStorageFailed):
         return saving or not isinstance(error, FileNotFoundError)
     below = error.__cause__ or error.__context__  # torch raises errors of its own while it handles the system's
-    return below is not None and _refused(below, saving)
+    return below is not None and refused(below, saving)
 
 
 def mount_of(path: Path) -> Path:

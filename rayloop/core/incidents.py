@@ -137,7 +137,8 @@ class GraceTooShort(Event, by="rayloop/run/reporter.py"):
 
 class CheckpointDamaged(Event, by="rayloop/run/checkpoint.py"):
     """A checkpoint cannot be restored: a file has changed, or cannot be read. The run continues from an older one; the folder is
-    renamed to `NAME.damaged`. To do: look at the storage (`why`); remove the folder, or rename it back after a repair."""
+    renamed to `NAME.damaged`, but for storage that did not answer for `recovery.start_timeout`. To do: look at the storage
+    (`why`); remove the folder, or rename it back after a repair."""
 
     checkpoint: str
     """The folder's name before."""

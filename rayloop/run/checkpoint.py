@@ -19,11 +19,13 @@ from rayloop.core import incidents
 from rayloop.core.events import Emit
 from rayloop.core.failures import CheckpointError, ConfigError, Damaged, NotSaved, Preempted, RayloopError
 from rayloop.core.files import (
+    RETRY,
     Checksum,
     check_sum,
     kind_of,
     mount_of,
     needed,
+    refused,
     size_below,
     size_of,
     summed,
@@ -41,6 +43,7 @@ ASIDE, DAMAGED = ".tmp", ".damaged"
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 FAILED_SAVES = 3
 """In a row with which training goes on; then it waits for the storage, which may cost everything since the last checkpoint."""
+Take = Callable[["Checkpoint"], Awaitable[None]]
 SEEN = 60.0
 """Seconds after which what a rank wrote must be seen here: a network file system may have kept what it knew of the folder."""
 
@@ -164,25 +167,37 @@ class Origin:
             ours += filter(None, [store.find(self.resume)])
         return ours
 
-    async def restore(self, take: Callable[[Checkpoint], Awaitable[None]], emit: Emit) -> Checkpoint | None:
-        """Let ``take`` continue from the newest intact candidate; None without any. Damaged ones are reported and renamed."""
-        failed = CheckpointStore(self.folder, keep=1).damaged()
-        for checkpoint in self.candidates():
-            try:
-                await take(checkpoint)
-            except CheckpointError as error:
-                failed.append((checkpoint.folder, getattr(error, "cause", error)))  # without Ray's wrapping
-                continue
-            except (KeyError, TypeError, ValueError) as error:
-                failed.append((checkpoint.folder, CheckpointError(f"this is no state of a driver: {error!r}")))
-                continue
-            for bad, why in failed:
-                emit(incidents.CheckpointDamaged(bad.name, why.path if isinstance(why, Damaged) else "", why=str(why)))
+    async def restore(self, take: Take, emit: Emit, patience: float = 0.0) -> Checkpoint | None:
+        """Let ``take`` continue from the newest intact candidate; None without any. Damaged ones are reported and renamed. What the
+        storage refuses is asked for again for ``patience`` seconds; then it is reported, and keeps its name."""
+        until = time.monotonic() + patience
+        while True:
+            waits, failed = time.monotonic() < until, CheckpointStore(self.folder, keep=1).damaged()
+            found = await self._first(take, failed, waits)
+            if not waits or not any(refused(why) for _, why in failed):
+                break
+            await asyncio.sleep(RETRY)
+        if found is None and failed:
+            raise kind_of(*(why for _, why in failed))(_none_left(failed)) from failed[0][1]
+        for bad, why in failed:
+            emit(incidents.CheckpointDamaged(bad.name, why.path if isinstance(why, Damaged) else "", why=str(why)))
+            if not refused(why):
                 with suppress(OSError):
                     os.replace(bad, unused(bad.with_name(bad.name + DAMAGED)))
-            return checkpoint
-        if failed:
-            raise kind_of(*(why for _, why in failed))(_none_left(failed)) from failed[0][1]
+        return found
+
+    async def _first(self, take: Take, failed: list[tuple[Path, CheckpointError]], waits: bool) -> Checkpoint | None:
+        """The first that ``take`` took; ``failed`` gets those before. ``waits``: none is tried beside what the storage refused."""
+        for checkpoint in self.candidates():
+            if waits and any(refused(why) for _, why in failed):
+                return None
+            try:
+                await take(checkpoint)
+                return checkpoint
+            except CheckpointError as error:
+                failed.append((checkpoint.folder, getattr(error, "cause", error)))  # without Ray's wrapping
+            except (KeyError, TypeError, ValueError) as error:
+                failed.append((checkpoint.folder, CheckpointError(f"this is no state of a driver: {error!r}")))
         return None
 
     def again(self) -> str:

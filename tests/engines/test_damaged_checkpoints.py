@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rayloop.core.events import Event
-from rayloop.core.failures import CheckpointError
+from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
 from rayloop.core.files import Checksum
 from rayloop.core.incidents import CheckpointDamaged
 from rayloop.engines.training import state
@@ -21,6 +23,7 @@ from rayloop.run import checkpoint as checkpoints
 from rayloop.run.checkpoint import MARKER, Checkpoint, CheckpointStore, Origin, complete
 
 PAGE = 4096
+EIO = OSError(errno.EIO, "Input/output error")
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -46,12 +49,17 @@ def saved(folder: Path, *steps: int) -> CheckpointStore:
 class Restored:
     """What became of a start from ``folder``."""
 
-    def __init__(self, folder: Path, resume: str = "auto") -> None:
+    def __init__(self, folder: Path, resume: str = "auto", refuses: int = 0, patience: float = 0.0) -> None:
+        """``refuses``: how often the storage does not give the newest one."""
         self.reported: list[Event] = []
         self.held: dict[str, torch.Tensor] = {}
-        self.checkpoint = asyncio.run(Origin.of(folder, resume).restore(self._take, self.reported.append))
+        self.refuses = refuses
+        self.checkpoint = asyncio.run(Origin.of(folder, resume).restore(self._take, self.reported.append, patience))
 
     async def _take(self, found: Checkpoint) -> None:
+        if self.refuses and found.step == 2:
+            self.refuses -= 1
+            raise CheckpointStorageFailed(f"{found.trainer}: the trainer's state cannot be read: {EIO}")
         self.held = {name: torch.zeros_like(tensor) for name, tensor in tensors(0).items()}
         state.load(found.trainer, self.held, 0, found.sums)
         assert found.state()["step"] == found.step
@@ -156,6 +164,44 @@ def test_a_run_whose_only_checkpoint_is_cut_does_not_begin_anew(tmp_path: Path) 
     (tmp_path / "step_000001" / MARKER).write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="step_000001 cannot be restored: COMPLETE"):
         Restored(tmp_path)
+
+
+STEPS = ["step_000001", "step_000002"]
+
+
+def folders(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("step_*"))
+
+
+@pytest.mark.parametrize("unread", ["the trainer's state", "driver.json", MARKER])
+def test_storage_that_comes_back_costs_no_step(unread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1, 2)
+    monkeypatch.setattr(checkpoints, "RETRY", 0.0)
+    by_rank = unread == "the trainer's state"
+    left = [] if by_rank else [EIO] * 3
+    opened = Path.open
+
+    def flaky(path: Path, *how: Any, **options: Any) -> Any:
+        if left and path == tmp_path / "step_000002" / unread:
+            raise left.pop()
+        return opened(path, *how, **options)
+
+    monkeypatch.setattr(Path, "open", flaky)
+    start = Restored(tmp_path, refuses=3 * by_rank, patience=60.0)
+    assert start.checkpoint is not None
+    assert (left, start.refuses) == ([], 0)
+    assert (start.checkpoint.step, start.reported, folders(tmp_path)) == (2, [], STEPS)
+
+
+def test_what_the_storage_does_not_give_keeps_its_name(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    start = Restored(tmp_path, refuses=1)
+    assert start.checkpoint is not None
+    assert (start.checkpoint.step, folders(tmp_path)) == (1, STEPS)
+    assert "Input/output error" in start.damaged.why
+    later = Restored(tmp_path)
+    assert later.checkpoint is not None
+    assert (later.checkpoint.step, later.reported) == (2, [])
 
 
 def test_a_checkpoint_from_before_there_were_sums_loads(tmp_path: Path) -> None:
