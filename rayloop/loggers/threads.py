@@ -1,15 +1,21 @@
-"""The loggers of a run, each in a thread behind a bounded queue. One that fails or blocks is dropped with an event."""
+"""The loggers of a run, each in a thread behind a bounded queue. One that keeps failing, or blocks, is dropped with an event."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from queue import Queue
 from typing import Any, Protocol
 
 from rayloop.loggers.settings import AnySettings, name_of
 
+logger = logging.getLogger(__name__)
+
+PATIENCE = 300.0
+"""Seconds of failures in a row after which a logger that has worked is dropped: storage and networks come back."""
 TIMEOUT = 60.0
 """Seconds for one call of a logger, and for its end, before it is dropped. The run does not wait meanwhile."""
 WAITING = 1000
@@ -34,6 +40,8 @@ class LoggerThread:
         self.kind = name_of(settings)
         self.records: Queue[tuple[str, int, Any] | None] = Queue(WAITING)
         self._error: BaseException | None = None
+        self._failing: tuple[float, Exception] | None = None
+        self._works = False
         self._busy: float | None = time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(opening,), daemon=True, name=f"logger-{self.kind}")
         self._thread.start()
@@ -58,14 +66,36 @@ class LoggerThread:
 
     def _work(self, opening: Callable[[], Logger]) -> None:
         try:
-            logger = opening()
+            self._logger = opening()
             while (record := self._take()) is not None:
-                method, *arguments = record
-                getattr(logger, method, lambda *_: None)(*arguments)
-            logger.close()
+                try:
+                    self._pass(opening, *record)
+                except Exception as error:
+                    self._fail(error)
+            if self._failing is not None:
+                raise self._failing[1]
+            self._logger.close()
         except BaseException as error:  # foreign code may raise SystemExit too; ``problem`` reports it
             self._error = error
         self._busy = None
+
+    def _pass(self, opening: Callable[[], Logger], method: str, *arguments: Any) -> None:
+        """One record, to a new logger when the last one failed: half of a record may be in its file. Raises what it raises."""
+        if self._failing is not None:
+            self._logger = opening()
+        getattr(self._logger, method, lambda *_: None)(*arguments)
+        self._failing, self._works = None, True
+
+    def _fail(self, error: Exception) -> None:
+        """A record is lost. Raises ``error`` when no other logger is worth a try."""
+        now = time.monotonic()
+        since = now if self._failing is None else self._failing[0]
+        if not self._works or now - since >= PATIENCE:
+            raise error
+        self._failing = since, error
+        logger.warning("the logger %s failed, and is opened again for the next record: %s", self.kind, error)
+        with suppress(Exception):
+            self._logger.close()
 
     def _take(self) -> tuple[str, int, Any] | None:
         self._busy = None

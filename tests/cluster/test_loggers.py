@@ -1,4 +1,4 @@
-"""Loggers: one that fails or blocks is dropped, the others get every step; what TensorBoard, W&B and Prometheus see."""
+"""Loggers: one that keeps failing or blocks is dropped, the others get every step; what TensorBoard, W&B and Prometheus see."""
 
 from __future__ import annotations
 
@@ -97,6 +97,46 @@ def test_a_logger_that_fails_is_dropped_once_and_the_other_gets_every_step(bad: 
     assert watched.failed == [("wandb", why)]
     assert watched.good.steps == list(range(1, last + 2))
     assert watched.good.closed
+
+
+class Away:
+    """Opens loggers whose calls fail for the steps ``away``. ``steps``: what they kept."""
+
+    def __init__(self, *away: int) -> None:
+        self.away, self.opened, self.steps = away, list[Kept](), list[int]()
+
+    def __call__(self) -> Logger:
+        self.opened.append(Kept(self._log))
+        return self.opened[-1]
+
+    def _log(self, step: int) -> None:
+        if step in self.away:
+            raise OSError(116, "Stale file handle")
+        self.steps.append(step)
+
+
+def test_a_logger_whose_storage_comes_back_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 60.0)
+    away = Away(2, 3)
+    watched = Watched(away)
+    for step in range(1, 6):
+        watched.loggers.log(step, STEP)
+    watched.close()
+    assert (away.steps, watched.failed) == ([1, 4, 5], [])
+    assert [len(logger.steps) for logger in away.opened] == [1, 0, 2], "half a record may be in the file of one that failed"
+    assert all(logger.closed for logger in away.opened)
+
+
+@pytest.mark.parametrize(("away", "patience"), [((2,), 0.0), ((4, 5), 300.0)])
+def test_a_logger_that_keeps_failing_is_reported(away: tuple[int, ...], patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayloop.loggers.threads.TIMEOUT", 60.0)
+    monkeypatch.setattr("rayloop.loggers.threads.PATIENCE", patience)
+    watched = Watched(Away(*away))
+    for step in range(1, 6):
+        watched.loggers.log(step, STEP)
+    watched.close()
+    assert watched.failed == [("wandb", "OSError: [Errno 116] Stale file handle")]
+    assert watched.good.steps == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("where", ["opening", "logging"])
