@@ -129,7 +129,7 @@ class WeightSync:
     async def admit(self, engine: Handle[RolloutActor]) -> None:
         """Load the current weights into a new engine, if there are any. Waits for others when these are lost."""
         patience = max(self.config.recovery.start_timeout, LOADING) + self.config.sync_timeout
-        loaded = None
+        loaded, within = None, self._patience()
         while self._current is not None and self._current is not loaded:
             loaded = self._current
             try:
@@ -137,10 +137,13 @@ class WeightSync:
                 if isinstance(loaded.source, asyncio.Task):
                     update = await with_deadline(patience, asyncio.shield(loaded.source), "the copy of weights that are sent")
                 answer = submit(engine, RolloutActor.load, update.manifest, update.source, self._order)
-                await with_deadline(self.config.sync_timeout, answer, "load of a new rollout engine", engine)
+                await with_deadline(within, answer, "load of a new rollout engine", engine)
             except Exception as error:
-                if not (object_lost(error) or isinstance(error, PolicyLost)):
+                late = isinstance(error, AnswerLate) and within < self.config.sync_timeout
+                if not (late or object_lost(error) or isinstance(error, PolicyLost)):
                     raise
+                if late:  # its transfer may not go on, and one of a new object does; after that the engine is to blame
+                    within = self.config.sync_timeout
                 if loaded is self._current:
                     self._kept.clear()
                     self._gone.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from tests.support.local import LocalActor
 from tests.support.runs import settings
 
 NOW, NEXT = Version(1, 5), Version(1, 6)
+HOUR = 3600.0
 
 
 class Engine:
@@ -39,6 +40,15 @@ class Engine:
         if source in self.lost:
             error = exceptions.OwnerDiedError("00" * 28, "owner", "site")
             raise exceptions.RayTaskError("load", "trace", error).as_instanceof_cause()
+        self.had.append(source)
+
+
+class Late(Engine):
+    """Does not get these sources."""
+
+    async def load(self, manifest: Any, source: str, order: int = 0) -> None:
+        if source in self.lost:
+            await asyncio.sleep(HOUR)
         self.had.append(source)
 
 
@@ -170,9 +180,6 @@ def test_weights_that_are_lost_while_they_are_published_are_a_lost_policy(stage:
         act(stage.weight_sync.send(NOW))
 
 
-HOUR = 3600.0
-
-
 def slow(stage: Stage, *seconds: float) -> Slow:
     """In place of the stage's engines; the settings allow 600 s for a load."""
     made = Slow(*seconds)
@@ -221,6 +228,25 @@ def test_the_bound_follows_the_last_loads_and_the_first_has_the_longest(stage: S
         sent(stage, Version(1, step))
         bounds.append((engines.deadline, engines.spares))
     assert bounds == [(600.0, False)] * 6 + [(pytest.approx(200.0), True)]
+
+
+@pytest.mark.parametrize(("never", "had"), [({"export 1"}, ["export 2"]), ({"export 1", "export 2"}, [])])
+def test_a_new_engine_whose_first_load_stands_still_gets_a_new_reference(stage: Stage, never: set[str], had: list[str]) -> None:
+    """A second one that stands still is the engine's fault, which is then replaced."""
+    slow(stage, 0.1, 0.1)
+    engine = Late(never)
+
+    async def play() -> float:
+        now = asyncio.get_running_loop().time
+        await stage.weight_sync.send(NOW)
+        async with stage.remaking():
+            began = now()
+            with nullcontext() if had else pytest.raises(AnswerLate):
+                await stage.admit(engine)
+            return now() - began
+
+    assert live(play()) == pytest.approx(60.1 if had else 660.1, abs=0.2)
+    assert (engine.had, stage.reported("weights_lost")) == (had, 1)
 
 
 def test_an_update_that_comes_after_a_later_one_is_left_out() -> None:
