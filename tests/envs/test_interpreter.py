@@ -67,6 +67,10 @@ def test_names_and_images_are_kept_from_turn_to_turn(make: Make) -> None:
     assert environment.step("<answer>\n\\boxed{a cat}\n</answer>").done
 
 
+def test_code_sees_no_path_of_the_process_that_made_its_interpreter(make: Make) -> None:
+    assert "[] []" in shown(run(make(), "import sys; print(sys.argv[1:], sys.orig_argv[1:])"))
+
+
 def test_pictures_come_back_numbered_after_those_of_the_prompt(make: Make) -> None:
     environment = make()
     result = run(environment, "plt.imshow(image_clue_0.crop((0, 0, 40, 40)).rotate(5)); plt.show(); plt.figure(); plt.plot([1, 2])")

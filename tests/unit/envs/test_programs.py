@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from rayloop.core.failures import EnvironmentFailed
-from rayloop.envs.programs import FusionSandbox, _called
+from rayloop.envs.programs import PLACE, FusionSandbox, _called
 
 MIB = 1 << 20
 FILLS = (
@@ -38,6 +40,18 @@ def test_shared_memory_counts() -> None:
     code, answer = _called([sys.executable, "-c", FILLS], b"", 60, most=MIB, filled=96 * MIB)
     assert code is None
     assert answer in (b"", b"full\n")
+
+
+@pytest.mark.parametrize("taken", ["w", "out", "err"])
+def test_programs_run_elsewhere_where_a_folder_of_this_machine_has_their_name(taken: str, tmp_path: Path) -> None:
+    """Such as the Python of a run below /tmp/w, which the sandbox shows."""
+    (tmp_path / taken).mkdir()
+    temporary = {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["sh", "-c", f"{PLACE}; pwd; > ../out && > ../err"], cwd=tmp_path, env=temporary, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    place = Path(done.stdout.decode().strip())
+    assert place.name == "w"
+    assert place.parent.parent == tmp_path
 
 
 @pytest.fixture

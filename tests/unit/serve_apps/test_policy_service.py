@@ -181,17 +181,19 @@ def test_calls_of_tools_are_openais_and_come_back_as_the_tokens_that_they_were(h
 
 
 def test_what_a_request_leaves_out_is_the_runs_sampling(http: TestClient, engines: Scripted) -> None:
-    engines.texts = ["a"] * 3
+    engines.texts = ["a"] * 4
     asked(http, user("q"))
     asked(http, user("q"), temperature=0, max_tokens=5, min_tokens=2, stop="x", top_p=1, stream=False, user="me")
     asked(http, user("q"), max_completion_tokens=10_000)
-    plain, own, most = (sampling for _, sampling in engines.asked)
+    asked(http, user("q"), temperature=1.9e-39)
+    plain, own, most, cold = (sampling for _, sampling in engines.asked)
     renderer = engines.service.renderer
     assert (plain.temperature, plain.max_tokens, plain.end_tokens) == (1.0, 64, renderer.end_tokens)
     assert plain.banned_tokens == renderer.sampling(Sampling()).banned_tokens
     assert (own.temperature, own.max_tokens, own.min_tokens, own.stop) == (0.0, 5, 2, ("x",))
     prompt = engines.asked[0][0].token_ids
     assert most.max_tokens == 600 - len(prompt), "what is left of an episode"
+    assert cold.temperature == 0.0, "logits that are divided by so little are no numbers"
 
 
 @pytest.mark.parametrize(
