@@ -133,9 +133,15 @@ class CheckedAdvantage:
                 raise AdvantageBroken(f"{self._use}: over_step returned {credit!r}; expected a Credit of finite numbers")
         return found
 
-    def baseline(self, rewards: Sequence[float]) -> tuple[float, float]:
-        """Mean and deviation by which groups are ranked."""
-        return self._made.baseline(rewards) if hasattr(self._made, "baseline") else _spread(rewards)
+    def baseline(self, members: Sequence[Member], credits: Sequence[Credit]) -> tuple[float, float]:
+        """The mean of the rewards, and the deviation by which groups are ranked. Beside GRPO's formulas it is that of the
+        advantages, of each turn where turns have one: some kinds learn from a group whose rewards are all equal."""
+        rewards = [member.reward for member in members]
+        if hasattr(self._made, "baseline"):
+            mean, std = self._made.baseline(rewards)
+            return mean, std
+        advantages = [value for credit in credits for value in credit.turns or (credit.advantage,)]
+        return _spread(rewards)[0], _spread(advantages)[1]
 
 
 def build_advantage(choice: AdvantageChoice) -> CheckedAdvantage:
@@ -162,7 +168,7 @@ def with_advantages(group: Group, how: CheckedAdvantage | AdvantageSettings) -> 
         return group.map({i: replace(members[i], status=lonely) for i in positions})
     scored = [members[i] for i in positions]
     credits = how.credits(scored)
-    mean, std = how.baseline([member.reward for member in scored])
+    mean, std = how.baseline(scored, credits)
     changed = {i: replace(members[i], credit=credit) for i, credit in zip(positions, credits, strict=True)}
     return replace(group.map(changed), mean=mean, std=std)
 

@@ -115,8 +115,9 @@ class FilteringSettings(SettingsModel):
     example ``filters: [{kind: equal_rewards}, {kind: max_length, tokens: 4096}, {use: "mine:few_turns"}]``;
     ``filters: []`` trains everything. One's own: docs/bring_your_own/filter.md."""
     ranking: Literal["std", "fifo"] = "std"
-    """std: groups with the largest reward spread first, ties in request order. fifo: first come, first trained. Where left-over
-    groups are carried over, older groups go first, and this orders those that the same version began."""
+    """std: groups with the largest spread first, ties in request order; of rewards with grpo, dr_grpo, binarised, chart_rvr, raw
+    and permuted, of advantages with other kinds. fifo: first come, first trained. Where left-over groups are carried over, older
+    groups go first, and this orders those that the same version began."""
     groups_per_generation: int | None = Field(None, gt=0)
     """Groups started per generation batch; None: as many as a step needs. Raise it to oversample: ranking then has more to
     choose from. With ``max_staleness`` > 0 it only sizes the budget: no more may start than the bound leaves room for."""

@@ -194,6 +194,25 @@ def test_the_largest_spread_trains_first_and_the_cut_is_surplus() -> None:
     assert selection.left_over == (rest,)
 
 
+@pytest.mark.parametrize("kind", ["gdpo", "gigpo", "turns"])
+def test_a_group_of_equal_rewards_ranks_by_what_its_advantages_differ(kind: str) -> None:
+    """It is asked for later than a group whose advantages differ less, and is trained first."""
+    with_, members = EQUAL_REWARDS[kind]
+    how = build_advantage(AdvantageChoice.model_validate({"kind": kind, "with": with_}))
+    outcomes = [Scored(1.0, one.get("components", {})) for one in members]
+    summaries = [{name: value for name, value in one.items() if name != "components"} for one in members]
+    alike = [(outcomes[0], summaries[0])] * 3
+    other = (outcomes[1], summaries[1])
+
+    def made(number: int, played: Sequence[tuple[Scored, dict[str, Any]]]) -> Group:
+        rows = tuple(make_member(TrajectoryId(number, i), outcome, **summary) for i, (outcome, summary) in enumerate(played))
+        return with_advantages(Group(number, Task("t", ()), rows), how)
+
+    flat, differing = made(1, alike), made(2, [*alike[:2], other])
+    assert select([flat, differing], 3, FilteringSettings()).train == (differing,)
+    assert select([flat, differing], 3, FilteringSettings()).left_over == (flat,)
+
+
 def test_issue_order_ignores_the_spread_and_ranking_needs_one() -> None:
     narrow, wide = scored(1, [0.5, 0.0]), scored(2, [1.0, 0.0])
     assert select([wide, narrow], 2, FilteringSettings(ranking="fifo")).train == (narrow,)
