@@ -147,7 +147,14 @@ def test_the_entropy_from_which_tokens_count_is_the_batchs() -> None:
     bound = entropy_bound(torch.cat([certain, opened]), 0.2)
     assert [int((answer >= bound).sum()) for answer in (certain, opened)] == [0, 4]
     assert entropy_bound(torch.zeros(0), 0.2) == math.inf
-    assert entropy_bound(torch.tensor([1.0, 2.0]), 1e-6) == 2.0
+    assert 1.0 < entropy_bound(torch.tensor([1.0, 2.0]), 1e-6) <= 2.0
+
+
+@pytest.mark.parametrize("rounding", [-1e-5, 0.0, 1e-5])
+def test_rounding_does_not_choose_among_tokens_of_equal_entropy(rounding: float) -> None:
+    """The first tokens of a group's members have one entropy, computed in different micro-batches."""
+    entropies = torch.tensor([1.7, 1.2, 1.2 + rounding, 0.4])
+    assert (entropies >= entropy_bound(entropies, 0.5)).tolist() == [True, True, True, False]
 
 
 TOP = PpoLoss(top_entropy_quantile=0.3, correction="none")

@@ -125,13 +125,18 @@ def _at(places: Tensor, made: Made) -> Made:
     return dataclasses.replace(made, **{name: None if of is None else of[places] for name, of in found.items()})
 
 
+TIED = 1e-4
+"""Nats. Members of a group have the same entropy at their first token, but for rounding, which differs between micro-batches."""
+
+
 def entropy_bound(entropies: Tensor, share: float) -> float:
-    """The entropy that the ``ceil(share * n)`` tokens with the most of the ``entropies`` [n] of an update have at least: these have
-    a policy gradient (arXiv:2506.01939, equation 5). Infinite without tokens."""
+    """Returns the lowest entropy at which a token of an update has a policy gradient: that of the ``ceil(share * n)``-th most
+    uncertain of ``entropies`` [n] (arXiv:2506.01939, equation 5), less ``TIED``, so that rounding does not choose among equals.
+    Infinite without tokens."""
     if not len(entropies):
         return math.inf
     rank = math.ceil(share * len(entropies) - 1e-9)
-    return float(entropies.sort(descending=True).values[rank - 1])
+    return float(entropies.sort(descending=True).values[rank - 1]) - TIED
 
 
 def token_weights(
