@@ -130,7 +130,8 @@ class VllmEngineSettings(EngineChoice):
     """Sequences decoded together. Lower it when memory runs out; above a step's trajectories per engine it does nothing."""
     extra: dict[str, Any] = {}
     """Further arguments of vLLM's ``AsyncEngineArgs``, by their names there. ``gpu_memory_utilization``: share of the GPU's memory
-    (on CPU: of the machine's) that must be free at the start, 0.9 by default; lower it when something else needs that memory.
+    (on CPU: of the machine's) that must be free at the start, 0.9 by default; lower it when something else needs that memory. Leave
+    3.5 GB of the GPU beside it: synced weights pass through them.
     ``kv_cache_memory_bytes``: size of the cache per GPU, which then decides alone; set it on CPU and on a shared GPU.
     ``tensor_parallel_size``: by default the actor's ``num_gpus``. ``max_model_len``: by default ``environment.episode.max_tokens``.
     ``enforce_eager: true``: no compilation and no CUDA graphs; it starts in seconds, and decodes more slowly.
