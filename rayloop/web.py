@@ -87,7 +87,9 @@ class TextPart(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
-    text: str = Field(max_length=65_536)
+    text: str
+    cache_control: Any = Field(None, exclude=True)
+    """Ignored. Clients of several providers add it."""
 
 
 class ImageData(BaseModel):
@@ -95,6 +97,8 @@ class ImageData(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     url: str = Field(pattern=r"^data:image/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+$")
+    detail: str | None = None
+    """OpenAI's key for the resolution, which the model's own image limits set here."""
 
 
 class ImagePart(BaseModel):
@@ -103,6 +107,8 @@ class ImagePart(BaseModel):
     model_config = ConfigDict(extra="forbid")
     type: Literal["image_url"]
     image_url: ImageData
+    cache_control: Any = Field(None, exclude=True)
+    """Ignored, as in a text."""
 
 
 Key = str | Callable[[bytes], bool]

@@ -18,13 +18,15 @@ from rayloop.core.types import ImageSource, Message
 from rayloop.web import ImagePart, TextPart
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_logprobs": (0, None), "response_format": ({"type": "text"}, None), "skip_special_tokens": (True, None),
-    "ignore_eos": (False, None), "store": (False, None),
+    "top_logprobs": (0, None), "skip_special_tokens": (True, None), "ignore_eos": (False, None),
 }  # fmt: skip
 """Keys that would change what is answered, and the values with which they do not. Others are refused, never ignored."""
+IGNORED = {"store", "prompt_cache_key", "safety_identifier", "service_tier", "reasoning_effort", "verbosity"}
+"""Keys that change nothing here: the policy has no reasoning effort, and everything is kept while the conversation lives."""
 DISTRIBUTION: dict[str, tuple[Any, ...]] = {
     "top_p": (1, None), "top_k": (-1, 0, None), "min_p": (0, None), "frequency_penalty": (0, None), "presence_penalty": (0, None),
-    "repetition_penalty": (1, None), "logit_bias": ({}, None),
+    "repetition_penalty": (1, None), "logit_bias": ({}, None), "response_format": ({"type": "text"}, None),
+    "tool_choice": ("auto", "none", None),
 }  # fmt: skip
 """Keys that would change the distribution that is sampled, and so the log-probs, and the values with which they do not."""
 
@@ -140,7 +142,7 @@ class ChatRequest(BaseModel):
     """Answer with server-sent events, which come together once the answer is whole."""
     stream_options: StreamOptions | None = None
     tools: list[OfferedTool] | None = Field(None, max_length=128)
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -169,7 +171,8 @@ class ChatRequest(BaseModel):
         for key, values in NEUTRAL.items():
             if key in body and body[key] not in values:
                 raise ValueError(f"{key}: {body[key]!r} is not supported, only {values[0]!r}")
-        kept = {key: value for key, value in body.items() if key not in NEUTRAL and key not in DISTRIBUTION}
+        read_elsewhere = NEUTRAL.keys() | IGNORED | DISTRIBUTION.keys() - {"tool_choice"}
+        kept = {key: value for key, value in body.items() if key not in read_elsewhere}
         changed = {key: body[key] for key, values in DISTRIBUTION.items() if key in body and body[key] not in values}
         return {**kept, "distribution": changed}
 

@@ -133,12 +133,21 @@ def _keys(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -
 
 
 def _key(before: bytes, message: ChatMessage) -> bytes:
-    """The digest of one more message. A text and a text as the only part are the same; images count by their bytes."""
+    """The digest of one more message. A text and a text as the only part are the same; images count by their bytes, the arguments
+    of a call by what their JSON says: some clients write them again."""
     parts = [part if isinstance(part, str) else hashlib.sha256(part.data or b"").hexdigest() for part in _parts(message)]
     kinds = [isinstance(part, str) for part in _parts(message)]
-    calls = [[call.id, call.function.name, call.function.arguments] for call in message.tool_calls or ()]
+    calls = [[call.id, call.function.name, _canonical(call.function.arguments)] for call in message.tool_calls or ()]
     content = json.dumps([message.role, parts, kinds, calls])
     return hashlib.blake2b(before + content.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _canonical(arguments: str) -> str:
+    """The same text for equal JSON. JavaScript has one kind of number: it writes 1.0 as 1."""
+    try:
+        return json.dumps(json.loads(arguments, parse_int=float), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def _parts(message: ChatMessage) -> tuple[str | ImageSource, ...]:

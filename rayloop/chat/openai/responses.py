@@ -2,16 +2,15 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rayloop.chat.openai.api import DISTRIBUTION, ChatMessage, ChatRequest
+from rayloop.chat.openai.api import DISTRIBUTION, IGNORED, ChatMessage, ChatRequest
 from rayloop.core.failures import DataFailure
 
 _PARTS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
-_IGNORED = {"include", "reasoning", "store", "truncation", "prompt_cache_key", "safety_identifier", "service_tier", "top_logprobs"}
-"""Keys that change nothing here: the policy has no reasoning effort, and everything is kept while the conversation lives."""
+_IGNORED = {*IGNORED, "include", "reasoning", "truncation", "top_logprobs"}
 
 
 class ResponsesRequest(BaseModel):
@@ -23,7 +22,7 @@ class ResponsesRequest(BaseModel):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = Field(None, max_length=128)
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -37,8 +36,6 @@ class ResponsesRequest(BaseModel):
         known = _IGNORED | DISTRIBUTION.keys()
         if extra := [key for key, value in (self.model_extra or {}).items() if value and key not in known]:
             raise ValueError(f"{extra[0]} is not supported")
-        if (self.text or {}).get("format", {"type": "text"}) != {"type": "text"}:
-            raise ValueError("text.format: only plain text is supported")
         return self
 
 
@@ -51,6 +48,7 @@ def chat_of(asked: ResponsesRequest, before: Sequence[ChatMessage]) -> ChatReque
     body: dict[str, Any] = {"model": asked.model, "messages": [*system, *kept, *_messages(items)], "tools": tools or None}
     body |= {key: value for key, value in (asked.model_extra or {}).items() if key in DISTRIBUTION}
     body |= {"max_tokens": asked.max_output_tokens, "temperature": asked.temperature, "tool_choice": asked.tool_choice}
+    body["response_format"] = (asked.text or {}).get("format")
     try:
         return ChatRequest.model_validate(body)
     except ValidationError as error:

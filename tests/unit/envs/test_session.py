@@ -37,6 +37,8 @@ from rayloop.envs.settings import EpisodeSettings
 from rayloop.grpo.advantage_kinds import turn_returns
 from tests.support.pictures import picture
 
+CALLED = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
+ADD = {"type": "function", "function": {"name": "add"}}
 RENDERER = Renderer(ModelSettings(path=str(Path(__file__).parents[3] / "recipes/arc_vision/loose")))
 
 
@@ -50,6 +52,7 @@ class Talk:
         self.session = Session(request, RENDERER, episode, self.generate, "m")
         self.asked: list[tuple[TokenPrompt, Sampling]] = []
         self.error: Exception | None = None
+        self.text = ""
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         self.asked.append((prompt, sampling))
@@ -57,7 +60,7 @@ class Talk:
         await asyncio.sleep(0.001 * (number % 3))
         if self.error is not None:
             raise self.error
-        tokens = RENDERER.encode(f"said {number}")
+        tokens = RENDERER.encode(self.text or f"said {number}")
         return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 1))
 
     async def say(self, messages: list[dict[str, Any]], **keys: Any) -> dict[str, Any]:
@@ -159,6 +162,73 @@ def test_the_runs_sampling_holds_whatever_the_agent_asks_for() -> None:
     (_, first), (_, second) = talk(script).asked
     assert (first.temperature, first.top_p, first.max_tokens, first.stop) == (0.7, 1.0, 4, ("X",))
     assert (second.temperature, second.max_tokens, second.stop) == (0.7, 9, ())
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}}}},
+        {"store": True, "service_tier": "auto", "prompt_cache_key": "x", "reasoning_effort": "low"},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "add"}}},
+    ],
+)
+def test_what_an_agent_wishes_of_the_answer_s_form_is_left_to_the_policy(wish: dict[str, Any]) -> None:
+    async def script(made: Talk) -> None:
+        wished = await made.say([user("a")], tools=[ADD], **wish)
+        plain = await made.say([user("a")], tools=[ADD])
+        assert (wished["content"], plain["content"]) == ("said 1", "said 2")
+
+    wished, plain = talk(script).asked
+    assert (wished[0].token_ids, wished[1]) == (plain[0].token_ids, plain[1])
+
+
+def test_keys_that_clients_add_to_parts_of_a_message_change_nothing() -> None:
+    def shows(**keys: Any) -> dict[str, Any]:
+        image = {"type": "image_url", "image_url": {"url": data_url(picture(40, 40)), **keys}}
+        text = {"type": "text", "text": "what?"}
+        if keys:
+            image["cache_control"] = text["cache_control"] = {"type": "ephemeral"}
+        return {"role": "user", "content": [image, text]}
+
+    async def script(made: Talk) -> None:
+        for keys in ({}, {"detail": "auto"}, {"detail": "high"}):
+            await made.say([shows(**keys)])
+
+    first, *others = (prompt.token_ids for prompt, _ in talk(script, max_tokens=4000).asked)
+    assert others == [first, first]
+
+
+def test_a_long_part_of_a_message_is_bounded_by_the_episode_alone() -> None:
+    """The tree of a web page has more than 65,536 characters."""
+
+    async def script(made: Talk) -> None:
+        await made.say([{"role": "user", "content": [{"type": "text", "text": " a" * 70_000}]}])
+
+    ((prompt, _),) = talk(script, max_tokens=400_000, max_prompt_tokens=300_000).asked
+    assert len(prompt.token_ids) > 70_000
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [('{"a": 2, "b": [1, 1.5]}', '{"a":2,"b":[1,1.5]}'), ('{"a": 2, "b": 3}', '{"b":3,"a":2}'), ('{"a": 1.0}', '{"a":1}')],
+)
+def test_a_call_that_a_client_writes_again_as_other_json_is_the_same_call(given: str, sent: str) -> None:
+    async def script(made: Talk) -> None:
+        made.text = CALLED % given
+        first = await made.say([user("a")], tools=[ADD])
+        (call,) = first["tool_calls"]
+        call["function"]["arguments"] = sent
+        history = [user("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "5"}
+        await made.say([*history, result], tools=[ADD])
+        call["function"]["arguments"] = '{"a": 3}'
+        await made.say([*history, result], tools=[ADD])
+
+    played = talk(script, max_tokens=4000).trajectory()
+    assert len(played.segments) == 2, "the third request has another call"
+    assert len(played.segments[0].sampled_turns) == 2
 
 
 def test_a_seed_depends_on_what_is_asked_and_not_on_when() -> None:
@@ -315,9 +385,6 @@ def test_turns_that_stand_as_they_were_asked_need_no_order() -> None:
         await agent.say([user("anew")])
 
     assert talk(script).trajectory().order == ()
-
-
-CALLED = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
 
 
 @pytest.mark.parametrize(

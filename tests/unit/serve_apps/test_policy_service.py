@@ -205,6 +205,7 @@ def test_what_a_request_leaves_out_is_the_runs_sampling(http: TestClient, engine
         ({"top_p": 0.5}, "top_p"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice: 'required' is not supported, only 'auto'"),
         ({"unheard_of": 1}, "unheard_of"),
         ({"n": 5}, "limits.choices"),
         ({"messages": []}, "messages"),
