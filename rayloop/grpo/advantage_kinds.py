@@ -107,8 +107,8 @@ class TurnReturns:
     class Settings(SettingsModel):
         """Keys of ``with``."""
 
-        gamma: float = Field(0.95, gt=0, le=1)
-        """Discount of a turn."""
+        gamma: float = Field(0.95, ge=0, le=1)
+        """Discount of a turn. 0: a turn gets its own reward alone, as where the turns of one episode are several players'."""
 
     def __init__(self, settings: Settings) -> None:
         self._gamma = settings.gamma

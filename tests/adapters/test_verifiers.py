@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from rayloop.core.failures import EnvironmentFailed
-from rayloop.core.types import EndReason
+from rayloop.core.groups import Member, Scored
+from rayloop.core.types import EndReason, Task
+from rayloop.envs.episode import summarize
+from rayloop.grpo.advantage_kinds import turn_returns
 from tests.adapters.conftest import Train, played, scored
 from tests.support import hostile_turns
 from tests.support.runs import ROOT
@@ -48,6 +51,17 @@ def test_the_rubric_gives_the_reward(taskset: str, says: tuple[str, ...], result
     made = played(KIND, {"taskset": taskset, "index": 3}, lambda _: left.pop(0))
     assert (made.end_reason, made.env_result) == (EndReason.DONE, result), made
     assert [turn.sampled for turn in made.turns].count(True) == len(says)
+
+
+@pytest.mark.parametrize(("says", "paid"), [(("5", "5", "4"), [-1.0, 1.0, 1.0]), (("4", "4", "5"), [1.0, -1.0, -1.0])])
+def test_each_seat_of_a_game_is_paid_its_own_reward(says: tuple[str, ...], paid: list[float]) -> None:
+    """The second answer is the other seat's. Its conversation ends first, and so it stands first among the turns."""
+    left, posted = list(says), {**KIND, "with": {**KIND["with"], "reward": "posted"}}
+    made = played(posted, {"taskset": "duel_sums", "env": "duel_sums", "index": 3}, lambda _: left.pop(0))
+    assert (made.end_reason, made.env_result) == (EndReason.DONE, sum(paid)), made
+    assert [turn.reward for turn in made.sampled_turns] == paid
+    member = Member(summarize(made, Task("t", ()), 1.0, None), Scored(sum(paid)))
+    assert turn_returns(member, 0.0) == paid
 
 
 def test_hostile_answers_are_scored_and_a_judge_that_is_away_is_not() -> None:

@@ -3,16 +3,18 @@
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
-async def play(row: Mapping[str, Any]) -> float:
+async def play(row: Mapping[str, Any], reward_key: str = "") -> float:
     """One episode of the row's column ``taskset`` (its id: an installed package or a module), of the task at ``index`` (0), with
     further columns ``env`` (an ``Env``'s id) and ``config`` (the task set's). Returns the sum of what its rubric gave to the
-    trainable agents. Raises RuntimeError for an episode that an answer broke, such as one that did not keep to a contract of the
-    environment, and ConnectionError for one that the provider, a sandbox or a tool server broke."""
+    trainable agents. With ``reward_key`` each answer of such an agent is paid what the agent got, and their sum is returned.
+    Raises RuntimeError for an episode that an answer broke, such as one that did not keep to a contract of the environment, and
+    ConnectionError for one that the provider, a sandbox or a tool server broke."""
     import verifiers.v1 as vf
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
     from verifiers.v1.utils.loaders import env_config_type, load_environment
@@ -25,6 +27,7 @@ async def play(row: Mapping[str, Any]) -> float:
     environment = load_environment(kind.model_validate({"id": row.get("env") or "", "taskset": taskset, **chosen}))
     index = int(row.get("index") or 0)
     (task,) = environment.taskset.include(idx=[f"{index}:{index + 1}"])
+    answers = _answers_by_trace()
     client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
     async with environment.serving():
         episode = await environment.run_episode(task, vf.ModelContext(os.environ["OPENAI_MODEL"], client))
@@ -33,7 +36,37 @@ async def play(row: Mapping[str, Any]) -> float:
         broken = next((error for error in errors if _of_a_machine(error)), None)
         error = broken or errors[0]
         raise (ConnectionError if broken else RuntimeError)(f"verifiers: {error.type}: {error.message}")
-    return float(sum(trace.reward for trace in episode.traces if trace.agent.trainable))
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    if not reward_key:
+        return float(sum(trace.reward for trace in trained))
+    pay = {answer: float(trace.reward) for trace in trained for answer in answers[trace.id]}
+    await _post(pay, reward_key)
+    return sum(pay.values())
+
+
+def _answers_by_trace() -> Mapping[str, list[str]]:
+    """The names of the answers that each trace gets from now on, by the trace's id."""
+    from verifiers.v1.graph import PendingTurn
+
+    answers = defaultdict[str, list[str]](list)
+    commit = PendingTurn.commit
+
+    def noted(turn: Any, response: Any) -> Any:
+        answers[turn.trace.id].append(f"{response.id}/0")
+        return commit(turn, response)
+
+    PendingTurn.commit = noted
+    return answers
+
+
+async def _post(pay: Mapping[str, float], reward_key: str) -> None:
+    """Raises httpx.HTTPError when an answer's reward does not arrive."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {reward_key}"}
+    async with httpx.AsyncClient(base_url=os.environ["OPENAI_BASE_URL"], headers=headers) as client:
+        for answer, reward in pay.items():
+            (await client.post("/reward", json={"reward": reward, "answer": answer})).raise_for_status()
 
 
 MACHINES = ("ProviderError", "SandboxError", "ToolsetError", "InterceptionError", "TunnelError")
