@@ -141,6 +141,15 @@ def test_every_page_opens_in_light_and_dark_on_a_phone_and_without_scripts(evalu
                 assert dark == (options.get("color_scheme") == "dark")
 
 
+def test_columns_of_text_keep_their_words_whole_on_a_phone(evaluated: RunFolder) -> None:
+    with shown(evaluated, viewport=PHONE) as page:
+        for path in ("/rollouts", "/rollouts?view=episodes", "/events"):
+            page.goto(path)
+            widths = page.eval_on_selector_all("td.said", "cells => cells.map(cell => cell.getBoundingClientRect().width)")
+            assert widths, path
+            assert min(widths) >= 100, f"{path}: fewer than ten letters beside each other"
+
+
 def test_rollouts_are_filtered_by_choices_and_words(evaluated: RunFolder) -> None:
     with shown(evaluated) as page:
         page.goto("/rollouts")
