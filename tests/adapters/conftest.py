@@ -2,65 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rayloop.chat.rendering import Renderer
-from rayloop.config.model import ModelSettings
 from rayloop.core.groups import Scored
 from rayloop.core.protocols import ScoreContext
-from rayloop.core.types import (
-    Completion,
-    FinishReason,
-    Message,
-    RolloutRequest,
-    Sampling,
-    Task,
-    TokenPrompt,
-    Trajectory,
-    TrajectoryId,
-    Version,
-)
-from rayloop.envs.episode import play
-from rayloop.envs.instance import Environments
-from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
+from rayloop.core.types import Message, Sampling, Task, Trajectory
 from rayloop.rewards.environment_result import EnvironmentResult
 from tests.support.models import digits_model as digits_model
 from tests.support.models import picture_model as picture_model
-from tests.support.runs import ROOT, Run, eventually, finished, settings
+from tests.support.played import RENDERER, Paid, all_scored, episode_settings, play_one
+from tests.support.runs import Run, eventually, finished, settings
 
 Train = Callable[..., Run]
 RESULT = {"use": "rayloop.rewards.environment_result:EnvironmentResult"}
 
 
+SAMPLING = Sampling(max_tokens=256)
+
+
 def played(given: Mapping[str, Any], row: Mapping[str, Any], says: Callable[[str], str], max_turns: int = 8) -> Trajectory:
     """One episode of the environment; ``says`` gets the text of all that the policy sees."""
-    kind = EnvironmentKind.model_validate(given)
-    renderer = Renderer(ModelSettings(path=str(ROOT / "recipes/arc_vision/loose")))
+    limits = episode_settings(given, max_turns=max_turns, step_timeout=120)
+    return play_one(asked(row), lambda prompt: says(RENDERER.decode(prompt.token_ids)), limits, SAMPLING)
 
-    async def generate(prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        tokens = renderer.encode(says(renderer.decode(prompt.token_ids)))
-        return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 1))
 
-    async def episode() -> Trajectory:
-        environments = Environments(kind, {})
-        asked = Task("t", (Message("user", ("Play.",)),), extra=dict(row))
-        request = RolloutRequest(asked, TrajectoryId(0, 0), 0, 5, Sampling(max_tokens=256))
-        limits = EpisodeSettings(environment=kind, max_turns=max_turns, step_timeout=120)
-        try:
-            return await play(request, environments.of(asked), renderer, limits, generate)
-        finally:
-            environments.end()
+def hostile_played(given: Mapping[str, Any], row: Mapping[str, Any], texts: Sequence[str], max_turns: int = 8) -> list[Paid]:
+    """Episodes of the environment in which the policy says ``texts``; each of them has a reward."""
+    return all_scored(asked(row), texts, episode_settings(given, max_turns=max_turns, step_timeout=120), SAMPLING)
 
-    return asyncio.run(episode())
+
+def asked(row: Mapping[str, Any]) -> Task:
+    return Task("t", (Message("user", ("Play.",)),), extra=dict(row))
 
 
 def scored(made: Trajectory) -> float:

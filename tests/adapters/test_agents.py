@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.conftest import played, scored
+from tests.adapters.conftest import hostile_played
 from tests.support import hostile_turns
 from tests.support.runs import ROOT
 
@@ -75,11 +75,6 @@ def test_hostile_turns_are_scored(framework: str, tmp_path: Path) -> None:
     options = {"run": f"{file}:play", "python": str(PYTHON), "preload": preload, "deadline": 60}
     kind = {"use": "rayloop.envs.harness:Harness", "with": options}
     calls = hostile_turns.calls([{"function": {"name": "add", "parameters": SCHEMA}}])
-    left = [*calls[::5], *hostile_turns.texts(8)[::14]][::-1]
-    texts, episodes = len(left), 0
-    while left:
-        before = len(left)
-        scored(played(kind, {}, lambda _: left.pop() if left else "5"))
-        assert len(left) < before
-        episodes += 1
-    print(f"\n{framework}: {texts} texts in {episodes} episodes, every one scored")
+    texts = [*calls[::5], *hostile_turns.texts(8)[::14]]
+    paid = hostile_played(kind, {}, texts)
+    print(f"\n{framework}: {len(texts)} texts in {len(paid)} episodes, every one scored")

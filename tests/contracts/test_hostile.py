@@ -11,6 +11,7 @@ import inspect
 import math
 import pkgutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -23,43 +24,25 @@ import rayloop.envs
 import rayloop.recipes
 from benchmarks.pages.config import COMPONENTS
 from rayloop.actors.reward import RewardActor
-from rayloop.chat.rendering import Renderer
-from rayloop.config.model import ModelSettings
 from rayloop.config.settings import Component, SettingsModel
+from rayloop.core import failures
 from rayloop.core.groups import Scored
-from rayloop.core.protocols import ToolResult
-from rayloop.core.types import (
-    Completion,
-    EndReason,
-    FinishReason,
-    ImageSource,
-    Message,
-    RolloutRequest,
-    Sampling,
-    Task,
-    TokenPrompt,
-    Trajectory,
-    TrajectoryId,
-    Version,
-)
-from rayloop.envs.episode import play
-from rayloop.envs.instance import Environments
-from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
+from rayloop.core.protocols import Observation, StepResult, ToolResult
+from rayloop.core.types import EndReason, ImageSource, Message, Sampling, Task, Trajectory, TrajectoryId
+from rayloop.envs import episode, tools
 from rayloop.rewards.settings import RewardSettings
-from tests.contracts.test_reward import CASES as REWARDS
-from tests.contracts.test_reward import Case as RewardCase
-from tests.contracts.test_reward import judged
-from tests.contracts.test_reward import stub as stub
 from tests.envs.programs import needs
 from tests.support import hostile_turns as hostile
 from tests.support.judge_stub import JudgeStub
 from tests.support.packages import package_marks
 from tests.support.pictures import picture
+from tests.support.played import MODEL, RESULT, Paid, all_scored, episode_settings
+from tests.support.reward_cases import CASES as REWARDS
+from tests.support.reward_cases import RewardCase, judged
+from tests.support.reward_cases import stub as stub
 from tests.support.runs import ROOT
 from tests.support.spiteful import serving
 
-MODEL = ModelSettings(path=str(ROOT / "recipes/arc_vision/loose"))
-RESULT = "rayloop.rewards.environment_result:EnvironmentResult"
 HERE = __name__
 TURNS = 6
 """Of an episode: enough to go on after an error, and then to break what is left."""
@@ -85,6 +68,8 @@ class Case:
     each: int = 1
     """Only every so many of the texts that call nothing: each ends an episode, and the environment may start slowly."""
     timeout: float = 60.0
+    raises: bool = True
+    """Whether some of the texts make it raise, so that the rule decides; others answer each error themselves, or have none."""
 
     @property
     def name(self) -> str:
@@ -193,34 +178,35 @@ def package(name: str) -> tuple[pytest.MarkDecorator, ...]:
 ENV = (pytest.mark.env, pytest.mark.timeout(600))
 SCREEN = "bwrap", "Xvfb", "openbox", "xterm", "mousepad", "pcmanfm"
 ENVIRONMENTS = [
-    Case("rayloop.envs.single_turn:SingleTurn", result=False),
-    Case("rayloop.envs.scripted:ScriptedTool", options=SCRIPT),
+    Case("rayloop.envs.single_turn:SingleTurn", result=False, raises=False),
+    Case("rayloop.envs.scripted:ScriptedTool", options=SCRIPT, raises=False),
     Case(TOOLS, odd_calls, ODD, result=False),
     Case(LOOKING, tools_of(LOOKING, **SEEN), SEEN, result=False),
     Case(LOOKING, tools_of(LOOKING, **PIXELS), PIXELS, result=False),
     Case(ARC, tools_of(ARC, **REAL), REAL, result=False),
-    Case(ARC, tools_of(ARC, **SIMULATED), SIMULATED, result=False),
-    Case("rayloop.recipes.pyvision.toolbox:VisualToolBoxV2", published_tools, result=False),
+    Case(ARC, tools_of(ARC, **SIMULATED), SIMULATED, result=False, raises=False),
+    Case("rayloop.recipes.pyvision.toolbox:VisualToolBoxV2", published_tools, result=False, raises=False),
     Case(TOOLS, tools_of(TOOLS, **PROGRAM), PROGRAM, result=False, marks=(*ENV, needs("bwrap")), each=5),
-    Case("rayloop.envs.interpreter.environment:PythonInterpreter", hostile.codes, marks=ENV, each=3),
+    Case("rayloop.envs.interpreter.environment:PythonInterpreter", hostile.codes, marks=ENV, each=3, raises=False),
     Case(
         "rayloop.envs.interpreter.environment:PythonInterpreter", hostile.codes,
         {"on_error": "stop", "instruct": False, "wording": "pyvision_gym_w_image_hint"}, marks=ENV, each=20,
+        raises=False,
     ),
     Case(
-        "rayloop.envs.browser.miniwob:MiniWob", extra={"page": "click-test", "seed": 1}, each=5,
+        "rayloop.envs.browser.miniwob:MiniWob", extra={"page": "click-test", "seed": 1}, each=5, raises=False,
         marks=(*ENV, needs("chromium-headless-shell", "bwrap")),
     ),
     Case(
-        "rayloop.envs.browser.web:WebPage", options={"folder": str(ROOT / "tests/support/hostile_page")}, each=5,
+        "rayloop.envs.browser.web:WebPage", options={"folder": str(ROOT / "tests/support/hostile_page")}, each=5, raises=False,
         extra={"url": "index.html", "check": "false"}, marks=(*ENV, needs("chromium-headless-shell", "bwrap")),
     ),
     Case(
-        "rayloop.envs.desktop.environment:DesktopTasks", extra={"desktop": "sort-lines"}, each=20,
+        "rayloop.envs.desktop.environment:DesktopTasks", extra={"desktop": "sort-lines"}, each=20, raises=False,
         marks=(*ENV, needs(*SCREEN)),
     ),
     Case(GYM, options=TOY, marks=package("gymnasium")),
-    Case(GYM, options=LAKE, marks=package("gymnasium")),
+    Case(GYM, options=LAKE, marks=package("gymnasium"), raises=False),
     Case(ARENA, options={"id": "GuessTheNumber-v0"}, extra={"seed": 1}, marks=package("textarena")),
     Case("rayloop.envs.adapters.mcp:McpTools", lambda: mcp_calls(), MCP, result=False, marks=package("mcp"), each=20),
     Case("rayloop.envs.adapters.openenv:OpenEnv", served=openenv, marks=package("websockets")),
@@ -243,63 +229,94 @@ def task(extra: dict[str, Any]) -> Task:
     return Task("t", (Message("user", ("Look.", ImageSource(data=picture(112, 84)))),), ground_truth="5", extra=extra)
 
 
-class Played:
-    """Plays episodes in which the policy says ``texts`` one after the other, and pays each."""
-
-    def __init__(self, use: str, options: dict[str, Any], extra: dict[str, Any], reward: str, timeout: float) -> None:
-        self.kind = EnvironmentKind.model_validate({"use": use, "with": options})
-        self.settings = EpisodeSettings(
-            environment=self.kind, max_turns=TURNS, max_tokens=200_000, max_prompt_tokens=100_000, step_timeout=timeout
-        )
-        self.renderer = Renderer(MODEL)
-        self.extra = extra
-        self.actor = RewardActor(MODEL, RewardSettings(source=Component(use=reward)))
-        self.left: list[str] = []
-        self.episodes: list[tuple[EndReason, Any]] = []
-
-    async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
-        tokens = self.renderer.encode(self.left.pop() if self.left else "done")
-        return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 1))
-
-    async def all(self, texts: Sequence[str]) -> None:
-        self.left = [*texts[::-1]]
-        environments = Environments(self.kind, {})
-        try:
-            while self.left:
-                before = len(self.left)
-                await self.one(environments)
-                assert len(self.left) < before
-        finally:
-            environments.end()
-
-    async def one(self, environments: Environments) -> None:
-        asked = task(self.extra)
-        request = RolloutRequest(asked, TrajectoryId(0, len(self.episodes)), 0, 5, Sampling(max_tokens=200_000))
-        said = self.left[-TURNS:]
-        try:
-            made = await play(request, environments.of(asked), self.renderer, self.settings, self.generate)
-            [outcome] = await self.actor.judge([made], asked, 1)
-        except Exception as error:
-            raise AssertionError(
-                f"left out: {type(error).__name__}: {error}\n after one of {[text[:300] for text in said]}"
-            ) from error
-        assert isinstance(outcome, Scored), (outcome, said)
-        assert math.isfinite(outcome.value)
-        self.episodes.append((made.end_reason, outcome))
+def played(case: Case, options: dict[str, Any], texts: Sequence[str]) -> list[Paid]:
+    kind = {"use": case.use, "with": options}
+    settings = episode_settings(kind, max_turns=TURNS, max_tokens=200_000, max_prompt_tokens=100_000, step_timeout=case.timeout)
+    reward = RESULT if case.result else f"{HERE}:nothing"
+    return all_scored(task(case.extra), texts, settings, Sampling(max_tokens=200_000), reward)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=f"{case.name}-{index}", marks=case.marks) for index, case in enumerate(ENVIRONMENTS)]
-)
+def summary(name: str, texts: Sequence[str], paid: Sequence[Paid]) -> str:
+    ends = Counter(str(one.end) for one in paid)
+    return f"\n{name}: {len(texts)} texts in {len(paid)} episodes, every one scored: {dict(ends)}"
+
+
+def parameters(cases: Sequence[Case]) -> list[Any]:
+    return [pytest.param(case, id=f"{case.name}-{ENVIRONMENTS.index(case)}", marks=case.marks) for case in cases]
+
+
+@pytest.mark.parametrize("case", parameters(ENVIRONMENTS))
 def test_every_episode_ends_scored(case: Case, record_property: Callable[[str, object], None]) -> None:
     with case.served() if case.served else nullcontext(case.options) as options:
         texts = [*case.says(), *hostile.texts(case.mixtures)[:: case.each]]
-        played = Played(case.use, options, case.extra, RESULT if case.result else f"{HERE}:nothing", case.timeout)
-        asyncio.run(played.all(texts))
+        paid = played(case, options, texts)
     record_property("texts", len(texts))
-    record_property("episodes", len(played.episodes))
-    print(f"\n{case.name}: {len(texts)} texts in {len(played.episodes)} episodes, every one scored")
+    record_property("episodes", len(paid))
+    print(summary(case.name, texts, paid))
     assert len(texts) >= 20
+
+
+class Uncaught(Exception):
+    """Nothing raises it."""
+
+
+def raising_instead(call: Callable[..., ToolResult]) -> Callable[..., ToolResult]:
+    """The call of a tool, whose ToolError becomes another error."""
+
+    def raising(checked: Any, arguments: Any) -> ToolResult:
+        try:
+            return call(checked, arguments)
+        except tools.ToolError as error:
+            raise RuntimeError(str(error)) from None
+
+    return raising
+
+
+@pytest.mark.parametrize("case", parameters([case for case in ENVIRONMENTS if case.raises]))
+def test_a_break_of_the_rule_is_seen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing that the policy broke counts as its own, hostile texts leave an episode out: they reach what can break."""
+    monkeypatch.setattr(failures, "MACHINES", failures.MACHINES | {"Exception"})
+    monkeypatch.setattr(episode, "PolicyFailure", Uncaught)
+    monkeypatch.setattr(tools._Checked, "__call__", raising_instead(tools._Checked.__call__))
+    with case.served() if case.served else nullcontext(case.options) as options:
+        texts = [*case.says(), *hostile.texts(case.mixtures)[:: case.each]]
+        with pytest.raises(AssertionError, match="left out"):
+            played(case, options, texts)
+
+
+class Fragile:
+    """Raises on a text, or has no result for another: what no environment of ours may do."""
+
+    class Settings(SettingsModel):
+        """Nothing to set."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._text = ""
+
+    def reset(self, task: Task) -> Observation:
+        return Observation(task.messages)
+
+    def step(self, text: str) -> StepResult:
+        if text == "break":
+            raise KeyError(text)
+        self._text = text
+        return StepResult(done=True)
+
+    def evaluate(self) -> float | None:
+        return None if self._text == "no result" else 1.0
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("break", "left out: EnvironmentFailed: Fragile.step of task t raised KeyError"), ("no result", "unscored: Unscored")],
+)
+def test_an_episode_without_a_score_is_seen(text: str, said: str) -> None:
+    case = Case(f"{HERE}:Fragile")
+    assert [one.value for one in played(case, {}, ["fine", "good"])] == [1.0, 1.0]
+    with pytest.raises(AssertionError, match=said):
+        played(case, {}, ["fine", text, "good"])
 
 
 # Everything that is shipped -------------------------------------------------------------------------------------------------
@@ -434,11 +451,12 @@ def test_an_agent_that_an_answer_breaks_is_scored(style: str, tmp_path: Path) ->
     schema = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}, "required": ["a", "b"]}
     added = hostile.calls([{"function": {"name": "add", "parameters": schema}}])
     options = {"run": f"{file}:play", "preload": ["openai"], "deadline": 60, "on_error": -1.0}
-    played = Played("rayloop.envs.harness:Harness", options, {}, RESULT, 60)
-    texts = [*added[::7], *hostile.texts(8)[::11]]
-    asyncio.run(played.all(texts))
-    print(f"\nHarness, {style}: {len(texts)} texts in {len(played.episodes)} episodes, every one scored")
-    broken = [outcome.value for end, outcome in played.episodes if end is EndReason.ACTION_ERROR]
+    good = [hostile.call("add", {"a": 2, "b": 4}), "It is 5"]
+    texts = [*good, *added[::7], *hostile.texts(8)[::11]]
+    paid = played(Case("rayloop.envs.harness:Harness"), options, texts)
+    print(summary(f"Harness, {style}", texts, paid))
+    assert paid[0] == Paid(EndReason.DONE, 5.0), "it plays where nothing breaks it"
+    broken = [one.value for one in paid if one.end is EndReason.ACTION_ERROR]
     assert broken, "some of them do break it"
     assert set(broken) == {-1.0}
 
@@ -446,8 +464,16 @@ def test_an_agent_that_an_answer_breaks_is_scored(style: str, tmp_path: Path) ->
 # OSWorld, with a stand-in for its machines -----------------------------------------------------------------------------------
 
 
+OSWORLD_ENDS = {
+    "corrected": {EndReason.MAX_TURNS, EndReason.DONE},
+    "original": {EndReason.MAX_TURNS, EndReason.DONE, EndReason.ACTION_ERROR},
+}
+"""By the variant: the published code ends an episode with a text that it cannot read, ours shows the error to the policy."""
+
+
 @pytest.mark.env
-@pytest.mark.parametrize("variant", ["corrected", "original"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", OSWORLD_ENDS)
 def test_osworld_is_scored_whatever_the_policy_writes(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rayloop.envs.osworld.environment import OSWorld
     from rayloop.envs.osworld.machines import machines_of
@@ -455,10 +481,12 @@ def test_osworld_is_scored_whatever_the_policy_writes(variant: str, tmp_path: Pa
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/support/osworld_stand_in"))
     config = {"id": "t", "instruction": "Open it.", "config": [], "evaluator": {"func": "f"}, "stand_in": {}}
     options = {"python": sys.executable, "cache": str(tmp_path), "pause": 0.0, "variant": variant}
-    played = Played("rayloop.envs.osworld.environment:OSWorld", options, {"osworld": config}, RESULT, 60)
-    texts = [*hostile.moves(), *hostile.texts(20)]
+    case = Case("rayloop.envs.osworld.environment:OSWorld", extra={"osworld": config})
+    each = {"corrected": 1, "original": 4}[variant]  # where a text that cannot be read ends its episode, there are many more
+    texts = list(dict.fromkeys([*hostile.screen_calls(), *hostile.moves()[::each], *hostile.texts(20)[::each]]))
     try:
-        asyncio.run(played.all(texts))
+        paid = played(case, options, texts)
     finally:
         machines_of(OSWorld.Settings.model_validate(options)).end()
-    print(f"\nOSWorld, {variant}: {len(texts)} texts in {len(played.episodes)} episodes, every one scored")
+    print(summary(f"OSWorld, {variant}", texts, paid))
+    assert {one.end for one in paid} == OSWORLD_ENDS[variant]

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from rayloop.envs.grammar.calls import FUNCTIONS
+
 HUGE = 10_000
 """Characters of the largest texts."""
 NUMBERS = (
@@ -120,7 +122,23 @@ def moves() -> list[str]:
     found += [f"Action: hotkey(key='{key}')" for key in keys]
     found += [f"Action: type(content='{text}')" for text in ("", "<", "\\n", "\\'", "\u0000", "İ😀", "$(reboot)", "x" * 3000)]
     found += [f"Action: scroll(start_box='(1,1)', direction='{way}')" for way in ("up", "UP", "", "in", "left" * 99)]
+    found += screen_calls()
     return [*found, "Action: wait()\n" * 30, "Action: finished()", "Action: call_user()", "Action: ", "[up][down]", "{" * 3000]
+
+
+_WRITTEN = {"point": "(12,34)", "text": "x", "key": "a", "keys": "ctrl a", "direction": "up", "ignored": "5"}
+"""A value of each kind of argument in the grammar of screens."""
+
+
+def screen_calls() -> list[str]:
+    """Every function of the grammar of screens: with all its arguments, with those that it needs, and without any."""
+    found = []
+    for name, signature in FUNCTIONS.items():
+        needed = [argument for argument in signature.arguments if argument.required]
+        for arguments in (signature.arguments, needed, ()):
+            written = ", ".join(f"{argument.names[0]}='{_WRITTEN[argument.kind]}'" for argument in arguments)
+            found.append(f"Action: {name}({written})")
+    return list(dict.fromkeys(found))
 
 
 def codes() -> list[str]:

@@ -19,34 +19,18 @@ from typing import Any
 import psutil
 import pytest
 
-from rayloop.chat.rendering import Renderer
 from rayloop.cli import main
-from rayloop.config.model import ModelSettings
 from rayloop.core.failures import ConfigError, EnvironmentFailed, EnvironmentHung
-from rayloop.core.types import (
-    Completion,
-    EndReason,
-    FinishReason,
-    ImageSource,
-    Message,
-    RolloutRequest,
-    Sampling,
-    Task,
-    TokenPrompt,
-    Trajectory,
-    TrajectoryId,
-    Version,
-)
+from rayloop.core.types import EndReason, ImageSource, Message, Task, TokenPrompt, Trajectory
 from rayloop.envs import harness
-from rayloop.envs.episode import play
 from rayloop.envs.instance import Environments
-from rayloop.envs.settings import EnvironmentKind, EpisodeSettings
+from rayloop.envs.settings import EnvironmentKind
 from rayloop.sandbox import memory
 from tests.support.pictures import picture
+from tests.support.played import RENDERER, episode_settings, play_one
 from tests.support.runs import eventually
 
 pytestmark = pytest.mark.timeout(120)
-RENDERER = Renderer(ModelSettings(path=str(Path(__file__).parents[3] / "recipes/arc_vision/loose")))
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 MARK = "RAYLOOP_TEST_AGENT"
 
@@ -63,25 +47,10 @@ def agent(tmp_path: Path) -> Played:
         file = tmp_path / "agent.py"
         file.write_text(textwrap.dedent(source), encoding="utf-8")
         options = {"run": f"{file}:play", "preload": ["openai"], "deadline": 60, "env": {MARK: str(tmp_path)}, **options}
-        kind = EnvironmentKind.model_validate({"use": "rayloop.envs.harness:Harness", "with": options})
         left = list(says)
-
-        async def generate(prompt: TokenPrompt, sampling: Sampling) -> Completion:
-            await asyncio.sleep(0.01)
-            tokens = RENDERER.encode(left.pop(0) if left else f"said {prompt.seed % 100}")
-            return Completion(tokens, (-0.5,) * len(tokens), FinishReason.END_TOKEN, Version(0, 1))
-
-        async def episode() -> Trajectory:
-            environments = Environments(kind, {})
-            asked = task or Task("t", (Message("user", ("What is 2 + 3?",)),), ground_truth="5", extra={"level": 3})
-            request = RolloutRequest(asked, TrajectoryId(0, 0), 0, 5, Sampling())
-            settings = EpisodeSettings(environment=kind, max_turns=max_turns)
-            try:
-                return await play(request, environments.of(asked), RENDERER, settings, generate)
-            finally:
-                environments.end()
-
-        return asyncio.run(episode())
+        asked = task or Task("t", (Message("user", ("What is 2 + 3?",)),), ground_truth="5", extra={"level": 3})
+        limits = episode_settings({"use": "rayloop.envs.harness:Harness", "with": options}, max_turns=max_turns)
+        return play_one(asked, lambda prompt: left.pop(0) if left else f"said {prompt.seed % 100}", limits)
 
     return played
 
@@ -665,23 +634,13 @@ class Own:
 )
 def test_what_a_leading_class_breaks_is_its_own_failure_and_it_is_closed(agent: Played, does: Any, said: str, bug: bool) -> None:
     Own.does, Own.closed = does, 0
-    kind = EnvironmentKind(use=f"{__name__}:Own")
-
-    async def episode() -> None:
-        environments = Environments(kind, {})
-        task = Task("t", (Message("user", ("a",)),))
-        request = RolloutRequest(task, TrajectoryId(0, 0), 0, 5, Sampling())
-        try:
-            await play(request, environments.of(task), RENDERER, EpisodeSettings(environment=kind), never)
-        finally:
-            environments.end()
-
+    task = Task("t", (Message("user", ("a",)),))
     with pytest.raises(EnvironmentFailed, match=said) as raised:
-        asyncio.run(episode())
+        play_one(task, never, episode_settings({"use": f"{__name__}:Own"}))
     assert (raised.value.bug, Own.closed) == (bug, 1)
 
 
-async def never(prompt: TokenPrompt, sampling: Sampling) -> Completion:
+def never(prompt: TokenPrompt) -> str:
     raise AssertionError("it was not asked")
 
 
