@@ -294,6 +294,8 @@ def selectors(documents: list[Document]) -> Iterator[str]:
                 if chosen and port["port"] not in open_ports:
                     yield f"{title}: port {port['port']} is no port of what it selects"
             for peer in rule["from"]:
+                if peer.get("namespaceSelector") == {}:
+                    yield f"{title}: lets in pods of any namespace"
                 here = "namespaceSelector" not in peer
                 if here and not any(pod.selected(peer["podSelector"]) for pod in known):
                     yield f"{title}: lets in {peer['podSelector']}, which selects nothing"
