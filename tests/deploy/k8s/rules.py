@@ -281,6 +281,10 @@ def settings(documents: list[Document]) -> Iterator[str]:
                 yield f"{group.pod.title}: {name} is {given.get(name)}, rayloop/launch/ray_variables.py says {value}"
 
 
+JOBS = 8265
+"""The head's port for jobs, which are code."""
+
+
 def selectors(documents: list[Document]) -> Iterator[str]:
     known = pods(documents)
     for policy in of_kind(documents, "NetworkPolicy"):
@@ -293,9 +297,10 @@ def selectors(documents: list[Document]) -> Iterator[str]:
             for port in rule.get("ports", []):
                 if chosen and port["port"] not in open_ports:
                     yield f"{title}: port {port['port']} is no port of what it selects"
+            takes_jobs = JOBS in [port["port"] for port in rule.get("ports", [{"port": JOBS}])]
             for peer in rule["from"]:
-                if peer.get("namespaceSelector") == {}:
-                    yield f"{title}: lets in pods of any namespace"
+                if takes_jobs and peer.get("namespaceSelector") == {}:
+                    yield f"{title}: lets pods of any namespace submit jobs"
                 here = "namespaceSelector" not in peer
                 if here and not any(pod.selected(peer["podSelector"]) for pod in known):
                     yield f"{title}: lets in {peer['podSelector']}, which selects nothing"

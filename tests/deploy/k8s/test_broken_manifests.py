@@ -201,7 +201,7 @@ DISAGREEMENTS: list[tuple[str, Breaks]] = [
     ("podSelector selects nothing", lambda d: spec(d, "NetworkPolicy")["podSelector"]["matchLabels"].update(app="ray")),
     ("port 8266 is no port", lambda d: spec(d, "NetworkPolicy")["ingress"][1]["ports"][0].update(port=8266)),
     ("lets in", lambda d: spec(d, "RayJob")["submitterPodTemplate"]["metadata"]["labels"].clear()),
-    ("any namespace", lambda d: spec(d, "NetworkPolicy")["ingress"][2]["from"][0].update(namespaceSelector={})),
+    ("any namespace submit jobs", lambda d: spec(d, "NetworkPolicy")["ingress"][2]["from"][0].update(namespaceSelector={})),
     ("no egress policy keeps it", lambda d: d.remove(_egress(d))),
     ("no egress policy keeps it", lambda d: _egress(d)["spec"].update(podSelector={"matchLabels": {"app": "ray"}})),
     ("metadata at 169.254.169.254", lambda d: _egress(d)["spec"]["egress"].append({})),
