@@ -10,7 +10,8 @@ import pytest
 
 from rayloop.cli import main
 from rayloop.core.failures import ConfigError
-from rayloop.engines.settings import FsdpSettings
+from rayloop.engines.generation.vllm_process import common_arguments
+from rayloop.engines.settings import FsdpSettings, VllmEngineSettings
 from rayloop.estimate.memory import HOST, Lengths, activations, card, fitted, memory, with_micro_batch
 from rayloop.estimate.run import duration, measured, plan
 from rayloop.estimate.shape import Shape, read_shape
@@ -228,6 +229,18 @@ def test_an_engine_holds_its_weights_and_the_cache_of_what_it_decodes() -> None:
     assert parts(run_of(rollout__engine__max_sequences=64), "rollout")["cache"] == engine["cache"] // 4
     remote = run_of(rollout__engine={"kind": "openai_http", "base_url": "http://a/v1", "model": "b"})
     assert set(parts(remote, "rollout")) == {"process"}
+
+
+@pytest.mark.parametrize(("extra", "gib"), [({}, 1), ({"mm_processor_cache_gb": 4}, 4)], ids=str)
+def test_the_pictures_that_vllm_keeps_are_counted_in_main_memory(extra: dict[str, Any], gib: int) -> None:
+    """vLLM's own default is 4 GiB for each engine. ``extra`` overrides what the engine is started with."""
+    config = run_of(**ON_GPU, rollout__engine={"kind": "vllm", "extra": extra})
+    engine = config.engine
+    assert isinstance(engine, VllmEngineSettings)
+    given = common_arguments("model", engine) | engine.extra
+    assert given["mm_processor_cache_gb"] == gib
+    [role] = [role for role in memory(config, qwen3b(), LENGTHS) if role.name == "rollout"]
+    assert role.of_host["pictures"] == gib * 2**30
 
 
 def test_an_engine_has_room_for_the_longest_episode_of_an_evaluation(
