@@ -1,4 +1,5 @@
-"""A run of agents with the published OpenAI client, some of them sick: it takes its steps, and loses only their episodes."""
+"""A run of agents with the published OpenAI client, some of them sick: it takes its steps, loses the episodes of those that were
+sick before they asked the policy, and scores those that an answer may have broken."""
 
 from __future__ import annotations
 
@@ -18,17 +19,19 @@ import os, sys, time
 from openai import OpenAI
 import httpx
 
-WAYS = ["well", "crash", "rewritten", "hang", "well", "bomb", "well", "output", "well", "twice", "well", "silent"]
+WAYS = ["well", "sick", "rewritten", "hang", "well", "bomb", "well", "output", "crash", "twice", "well", "silent"]
 PLAYED = os.environ["PLAYED"]
 
 def play(row, reward_key):
     open(os.path.join(PLAYED, os.environ["OPENAI_API_KEY"]), "x").close()
     way = WAYS[len(os.listdir(PLAYED)) % len(WAYS)]  # by turns of the episodes
+    if way == "sick":
+        raise RuntimeError("sick")
     client = OpenAI()
     messages = [{"role": "user", "content": row["prompt"]}]
     answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
     if way == "crash":
-        raise RuntimeError("sick")
+        raise RuntimeError("an answer that it cannot read")
     if way == "hang":
         time.sleep(1000)
     while way == "bomb":
@@ -72,6 +75,8 @@ def test_sick_agents_cost_their_own_episodes(grounding_model: Path, tmp_path: Pa
     [ended] = made.named("finished")
     ledger_closes(ended["ledger"])
     failed = [event["why"] for event in made.events if event["event"] == "episode_failed"]
-    for way in ("exit code 1: RuntimeError: sick", "(processes)", "did not end within 20 s (deadline)"):
+    for way in ("exit code 1: RuntimeError: sick", "did not end within 20 s (deadline)"):
         assert any(way in why for why in failed), (way, failed)
+    assert not any("cannot read" in why or "(processes)" in why for why in failed), failed
+    assert any(step.get("end_reason/action_error", 0) > 0 for step in made.metrics), "a crash or a bomb after an answer is scored"
     assert all(abs(step["reward/mean"]) < 97 for step in made.metrics), "the second reward did not count"
