@@ -17,18 +17,15 @@ from rayloop.core.failures import DataFailure
 from rayloop.core.types import ImageSource, Message
 from rayloop.web import ImagePart, TextPart
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_logprobs": (0, None), "skip_special_tokens": (True, None), "ignore_eos": (False, None),
-}  # fmt: skip
-"""Keys that would change what is answered, and the values with which they do not. Others are refused, never ignored."""
 IGNORED = {"store", "prompt_cache_key", "safety_identifier", "service_tier", "reasoning_effort", "verbosity"}
 """Keys that change nothing here: the policy has no reasoning effort, and everything is kept while the conversation lives."""
-DISTRIBUTION: dict[str, tuple[Any, ...]] = {
-    "top_p": (1, None), "top_k": (-1, 0, None), "min_p": (0, None), "frequency_penalty": (0, None), "presence_penalty": (0, None),
-    "repetition_penalty": (1, None), "logit_bias": ({}, None), "response_format": ({"type": "text"}, None),
-    "tool_choice": ("auto", "none", None),
+DISTRIBUTION: dict[str, list[Any]] = {
+    "top_p": [1], "top_k": [-1, 0], "min_p": [0], "frequency_penalty": [0], "presence_penalty": [0], "repetition_penalty": [1],
+    "logit_bias": [{}], "response_format": [{"type": "text"}], "tool_choice": ["auto", "none"], "top_logprobs": [0],
+    "skip_special_tokens": [True], "ignore_eos": [False],
 }  # fmt: skip
-"""Keys that would change the distribution that is sampled, and so the log-probs, and the values with which they do not."""
+"""Keys that would change the distribution that is sampled, and so the log-probs, or what is shown of it, and the values with which
+they do not; null does not either."""
 
 
 MOST_CALLS = 64
@@ -123,8 +120,8 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """A request for a chat completion. ``NEUTRAL`` keys are accepted with the values that change nothing; ``distribution`` has the
-    ``DISTRIBUTION`` keys with other values, which its reader refuses or ignores."""
+    """A request for a chat completion. ``distribution`` has the ``DISTRIBUTION`` keys with values that would change something: its
+    reader refuses or ignores them."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str = Field(max_length=256)
@@ -168,12 +165,9 @@ class ChatRequest(BaseModel):
             return body
         if "distribution" in body:
             raise ValueError("distribution is no key of a request")
-        for key, values in NEUTRAL.items():
-            if key in body and body[key] not in values:
-                raise ValueError(f"{key}: {body[key]!r} is not supported, only {values[0]!r}")
-        read_elsewhere = NEUTRAL.keys() | IGNORED | DISTRIBUTION.keys() - {"tool_choice"}
+        read_elsewhere = IGNORED | DISTRIBUTION.keys() - {"tool_choice"}
         kept = {key: value for key, value in body.items() if key not in read_elsewhere}
-        changed = {key: body[key] for key, values in DISTRIBUTION.items() if key in body and body[key] not in values}
+        changed = {key: body[key] for key, values in DISTRIBUTION.items() if body.get(key) not in [None, *values]}
         return {**kept, "distribution": changed}
 
     @property

@@ -15,6 +15,7 @@ async def play(row: Mapping[str, Any], reward_key: str = "") -> float:
     trainable agents. With ``reward_key`` each answer of such an agent is paid what the agent got, and their sum is returned.
     Raises RuntimeError for an episode that an answer broke, such as one that did not keep to a contract of the environment, and
     ConnectionError for one that the provider, a sandbox or a tool server broke."""
+    import httpx
     import verifiers.v1 as vf
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
     from verifiers.v1.utils.loaders import env_config_type, load_environment
@@ -28,7 +29,8 @@ async def play(row: Mapping[str, Any], reward_key: str = "") -> float:
     index = int(row.get("index") or 0)
     (task,) = environment.taskset.include(idx=[f"{index}:{index + 1}"])
     answers = _answers_by_trace()
-    client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
+    base_url = os.environ["OPENAI_BASE_URL"]
+    client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
     async with environment.serving():
         episode = await environment.run_episode(task, vf.ModelContext(os.environ["OPENAI_MODEL"], client))
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
@@ -40,7 +42,9 @@ async def play(row: Mapping[str, Any], reward_key: str = "") -> float:
     if not reward_key:
         return float(sum(trace.reward for trace in trained))
     pay = {answer: float(trace.reward) for trace in trained for answer in answers[trace.id]}
-    await _post(pay, reward_key)
+    for answer, reward in pay.items():
+        body, headers = {"reward": reward, "answer": answer}, {"Authorization": f"Bearer {reward_key}"}
+        httpx.post(f"{base_url}/reward", headers=headers, json=body).raise_for_status()
     return sum(pay.values())
 
 
@@ -57,16 +61,6 @@ def _answers_by_trace() -> Mapping[str, list[str]]:
 
     PendingTurn.commit = noted
     return answers
-
-
-async def _post(pay: Mapping[str, float], reward_key: str) -> None:
-    """Raises httpx.HTTPError when an answer's reward does not arrive."""
-    import httpx
-
-    headers = {"Authorization": f"Bearer {reward_key}"}
-    async with httpx.AsyncClient(base_url=os.environ["OPENAI_BASE_URL"], headers=headers) as client:
-        for answer, reward in pay.items():
-            (await client.post("/reward", json={"reward": reward, "answer": answer})).raise_for_status()
 
 
 MACHINES = ("ProviderError", "SandboxError", "ToolsetError", "InterceptionError", "TunnelError")

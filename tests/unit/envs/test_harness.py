@@ -350,7 +350,7 @@ def test_an_agent_has_no_key_of_the_run_and_its_own_opens_nothing_else(
         ("client.chat.completions.create(model=m, messages=row['messages'], tools=[{'type': 'function', 'function': "
          "{'name': 'f', 'parameters': {'type': 7}}}])", "parameters of f are no JSON schema"),
         ("client.chat.completions.create(model=m, messages=[{'role': 'user', 'content': 'x' * 100_000_000}])", "413"),
-        ("client.chat.completions.create(model=m, messages=row['messages'], logprobs=True, top_logprobs=5)", "top_logprobs"),
+        ("client.chat.completions.create(model=m, messages=row['messages'], extra_body={'guided': 'x'})", "guided"),
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("os._exit(3)", "exit code 3"),
         ("os.kill(os.getpid(), 11)", "exit code -11"),
