@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from contextlib import suppress
@@ -74,6 +75,31 @@ def test_tools_of_a_server_are_offered_called_and_end_with_the_episode() -> None
     (process,) = servers()
     made.close()
     assert not process.is_running()
+
+
+HOSTILE = {"command": sys.executable, "args": [str(ROOT / "tests/support/hostile_mcp.py")]}
+
+
+def test_every_kind_of_part_is_shown_or_named() -> None:
+    made = mcp(servers=[HOSTILE])
+    made.reset(TASK)
+    said, pictures = shown(made.step(call("parts")))
+    made.close()
+    assert pictures == []
+    assert "print(1)" in said, "the text of an embedded resource"
+    assert "(manual: https://example.org/manual)" in said
+    assert said.count("(image: cannot be shown)") == 3
+    assert "(audio: cannot be shown)" in said
+    assert "(file:///b: cannot be shown)" in said
+
+
+def test_a_server_that_does_not_start_is_named_with_what_to_do() -> None:
+    ends = {"command": sys.executable, "args": ["-c", "pass"]}
+    named = re.escape(f"of the server {sys.executable} -c pass. Run it by hand")
+    broken = mcp(servers=[ends], start_timeout=20)
+    with pytest.raises(InfrastructureFailure, match=named):
+        broken.reset(TASK)
+    broken.close()
 
 
 def test_a_server_that_is_gone_is_the_environments_failure() -> None:

@@ -338,6 +338,22 @@ def test_what_fails_after_a_checkpoint_is_complete_is_reported_and_costs_no_save
     assert len(reported) == 1
 
 
+def test_what_a_checkpoint_needs_is_known_from_an_earlier_one_only(tmp_path: Path) -> None:
+    """What was written before the disk was full is no measure of it."""
+
+    async def writes_a_part(folder: str) -> None:
+        Path(folder, "weights").write_bytes(b"0123456789")
+        raise OSError(28, "No space left on device")
+
+    store = CheckpointStore(tmp_path, keep=2)
+    store.next_lineage()
+    with pytest.raises(CheckpointStorageFailed, match=r"`python -m rayloop doctor CONFIG` says what it needs, 10 were written"):
+        asyncio.run(store.save(1, {}, writes_a_part))
+    save(store, 1)
+    with pytest.raises(CheckpointStorageFailed, match=r"It needs about [\d,]+ bytes, 10 were written"):
+        asyncio.run(store.save(2, {}, writes_a_part))
+
+
 @pytest.mark.parametrize("resume", ["auto", "never", "named"])
 def test_a_start_continues_from_what_it_was_given_until_it_has_saved_itself(tmp_path: Path, resume: str) -> None:
     store = CheckpointStore(tmp_path, keep=4)
