@@ -88,7 +88,7 @@ runs/models/digits-warm/config.json: runs/data/digits/train.jsonl | $(VENV)/.run
 	$(BIN)/python -m rayloop sft recipes/digits/warm.yaml
 
 # The pages as a site with search, in build/site.
-site: $(VENV)/.env
+site: $(VENV)/.site
 	$(BIN)/python -m benchmarks.pages.site build/site
 
 docs: $(VENV)/.run
@@ -126,6 +126,10 @@ $(VENV)/.env: $(VENV)/.dev
 	$(BIN)/python -m pip install -q -e ".[browser,desktop,site]" -c constraints.txt
 	$(BIN)/python -m pip install -q --no-deps verl==0.9.1 # some of its files are read, beside ours (tests/originals/test_verl.py)
 	rm -rf "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests" # which verl brings, and which hides ours
+	touch $@
+
+$(VENV)/.site: $(VENV)/.run
+	$(BIN)/python -m pip install -q -e ".[site]" -c constraints.txt
 	touch $@
 
 # verifiers wants openai < 3 and mcp 2.0.0, browsergym playwright 1.44, trackio pillow < 13: each has a Python of its own (docs/bring_your_own/adapters.md).
