@@ -35,7 +35,8 @@ LOOK = 1.0
 ANSWER = 5.0
 """Seconds that an actor, or the head, has to answer. A process that is stopped, or holds the interpreter's lock, cannot."""
 ASKED = 2
-"""Questions at least that an actor leaves unanswered before it is given up: the process that asks may have been stopped itself.
+"""Questions that an actor must leave unanswered before it is given up: one is too few, as the asking process may itself have been
+stopped.
 
 They are asked of a thread that does nothing else, so it answers during a step, however long that is: torch's operations,
 collectives and waits for a GPU release the interpreter's lock. What holds it, or stops every thread, takes seconds: pickling a
@@ -43,10 +44,16 @@ large object, the import of a library from slow storage, pages that come back fr
 is the patience that idle actors get for the same; where pages or libraries need longer, it must be raised for both."""
 SHOWN = 8
 """Waits that a report names, the oldest first."""
-LATE, ROUND = 4.0, 4.0
-"""Seconds that a call is awaited before its actor is checked, and between two rounds of checks."""
-SILENCE, NOTED, PERIOD = 50.0, 10.0, 2.0
-"""Seconds of the head's silence until the run gives it up (Ray itself waits 60), until a line says so, and between two checks."""
+LATE = 4.0
+"""Seconds that a call is awaited before its actor is checked."""
+ROUND = 4.0
+"""Seconds between two rounds of checks."""
+SILENCE = 50.0
+"""Seconds of the head's silence after which the run gives it up. Ray itself waits 60."""
+NOTED = 10.0
+"""Seconds of the head's silence after which a line says so."""
+PERIOD = 2.0
+"""Seconds between two checks of the head."""
 
 
 async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path) -> None:
@@ -85,7 +92,7 @@ async def watch_liveness(emit: Emit, patience: float = math.inf) -> None:
         for actor, wait in silent.items():
             if asked[actor] == 1:
                 emit(incidents.Silent(_name(wait.what), round(time.monotonic() - wait.since, 1), awaited=wait.what))
-            # The time that was waited, which is not what has passed: this process may have been stopped meanwhile.
+            # The clock does not say how long the actor was silent: this process may have been stopped meanwhile. Rounds do.
             quiet = asked[actor] * (ROUND + ANSWER) - ROUND
             if asked[actor] >= ASKED and quiet >= patience:
                 WAITS.give_up(actor, f"gave no sign of life for {quiet:.0f} s: its process or machine is stopped or hangs")
@@ -195,7 +202,7 @@ class HeadWatch:
         self.gone: RayGone | None = None
 
     def look(self) -> bool:
-        """Ask once. Returns whether it is decided: the head listens, or Ray is gone."""
+        """Ask once. Returns whether it is decided: the head listens, or Ray has ended here."""
         try:
             self._ask(ANSWER)
             lives = self._lives()
@@ -226,7 +233,7 @@ class HeadWatch:
         self.check()
 
     def check(self) -> None:
-        """Raises RayGone when Ray is gone."""
+        """Raises RayGone when Ray has ended here."""
         if self.gone is not None:
             raise self.gone
 

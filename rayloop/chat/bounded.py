@@ -25,6 +25,7 @@ _GROWING = {
 """Methods of texts, and filters, whose result may be as long as the product of their arguments."""
 _SIZED = (str, bytes, list, tuple, dict, range)
 _ROUND, _JOINED, _LITERAL = "(round of a loop)", "(parts of a text)", "(collection)"
+"""Names of the filters with which ``_Hooks`` counts: no template can write them."""
 _OTHER_FILES = (jinja2.nodes.Extends, jinja2.nodes.FromImport, jinja2.nodes.Import, jinja2.nodes.Include)
 
 
@@ -39,7 +40,8 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self._now = threading.local()
         self.globals.pop("lipsum")
         self.filters = {name: self._filter(name, function) for name, function in (self.filters | filters).items()}
-        # As filters, which are called directly, and with the context, so that they are no constants.
+        # Filters are called directly, without ``call``. Jinja computes a filter of constants once, when it compiles, unless the
+        # filter takes the context: these must run each time.
         self.filters[_ROUND] = jinja2.pass_context(lambda _context, _value: self.tick())
         self.filters[_JOINED] = jinja2.pass_context(lambda _context, parts: self._concat(map(str, parts)))
         self.filters[_LITERAL] = jinja2.pass_context(lambda _context, value: self._literal(value))
@@ -47,7 +49,8 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def bounded(self) -> None:
         """Begin to count for the calling thread."""
-        self._now.left, self._now.deadline = MOST, time.monotonic() + LONGEST
+        self._now.left = MOST
+        self._now.deadline = time.monotonic() + LONGEST
 
     def tick(self, size: int = 0) -> None:
         """Count ``size`` characters or elements that are about to be made. Every round of a loop and every call comes here."""
@@ -64,7 +67,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.tick(_size(left) + _size(right))
         elif operator == "%":
             self.tick(_grown("%", left, (right,)) if isinstance(left, str) else 0)
-        elif isinstance(left, int) and isinstance(right, int):
+        elif isinstance(left, int) and isinstance(right, int):  # ``*`` or ``**``: the bits of the result
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             self.tick(max(bits, 0))
         elif operator == "*":
@@ -96,11 +99,13 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return counted
 
     def _concat(self, parts: Iterable[str]) -> str:
-        kept, size, left = [], 0, self._now.left
+        """The parts in one text. Each is made only when it is taken, so the loop ends at the first that is too much."""
+        kept: list[str] = []
+        size = 0
         for part in parts:
             kept.append(part)
             size += len(part)
-            if size > left:
+            if size > self._now.left:
                 break
         self.tick(size)
         return "".join(kept)
@@ -159,7 +164,8 @@ def _size(value: Any) -> int:
 
 def _written(value: Any) -> int:
     """Characters and elements of a value and of all that it holds, counted until they are too many."""
-    size, waiting = 0, [value]
+    size = 0
+    waiting = [value]
     while waiting and size <= MOST:
         value = waiting.pop()
         size += _size(value)
@@ -177,9 +183,12 @@ def _length(value: Any) -> int:
 
 def _grown(name: str, value: Any, arguments: Iterable[Any]) -> int:
     """The most that a growing operation on ``value`` makes: numbers in it may be the widths of a format."""
-    formats = isinstance(value, str) and ("%" in value or "{" in value)
-    widths = [int(number[:20]) for number in re.findall(r"[0-9]+", value)] if formats else []
-    parts = [part for argument in arguments for part in (argument if isinstance(argument, tuple) else (argument,))]
+    widths = 0
+    if isinstance(value, str) and ("%" in value or "{" in value):
+        widths = sum(int(number[:20]) for number in re.findall(r"[0-9]+", value))
+    parts: list[Any] = []
+    for argument in arguments:
+        parts += argument if isinstance(argument, tuple) else [argument]
     if name == "replace":  # the text that is looked for makes nothing
         parts = parts[1:]
-    return max(_size(value), 1) * (1 + sum(map(_length, parts))) + sum(widths)
+    return max(_size(value), 1) * (1 + sum(map(_length, parts))) + widths

@@ -29,7 +29,7 @@ KEPT = 1 << 18
 _CLOSING = 4
 """Tokens with which a turn is closed, at most: the end of a call and that of the turn, for example."""
 _LEADS = ("\n", ".")
-"""Stand before an answer to be encoded, where the assistant's header ends in a text that would merge with it."""
+"""Texts to put before an answer that is encoded, where the end of the assistant's header would become one token with its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ class Renderer:
         self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
         around = (self._tokenizer.token_to_id(token) for token in family(config.get("model_type", "")).around)
         self._around = tuple(token for token in around if token is not None)
-        self._images = PromptImages(g, model.position_tint, max_image_pixels) if (g := self._geometry) else None
+        self._images = None
+        if self._geometry is not None:
+            self._images = PromptImages(self._geometry, model.position_tint, max_image_pixels)
         self._encoded: Cache[str, TokenIds] = Cache(KEPT, len)
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
         unwritable = range(self._tokenizer.get_vocab_size(), size)  # ids that pad the embedding: they decode to nothing
@@ -94,6 +96,7 @@ class Renderer:
         if not sampled:
             return 0
         end, closed = self._special[self._turns.end], self._special[self._turns.closed]
+        # The policy sampled the end of a last turn (gpt-oss), in whose place an earlier turn has another token: one of each.
         if end != closed and (sampled[-1], ids[0]) == (end, closed):
             return 1
         most = min(_CLOSING, len(sampled), len(ids))
@@ -170,7 +173,8 @@ class Renderer:
         ids = self._encoded.made(text, lambda: self._encoder.ids(text))
         if self.image_token is None:
             return ids
-        if (written := ids.count(self.image_token)) != len(images):
+        written = ids.count(self.image_token)
+        if written != len(images):
             raise ConfigError(f"the chat template wrote {written} image tokens for {len(images)} images")
         expanded: list[int] = []
         remaining = iter(images)
@@ -183,8 +187,9 @@ class Renderer:
 
     def _end_tokens(self, folder: Path, config: dict[str, Any]) -> TokenIds:
         listed = read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
-        others = listed if isinstance(listed, list) else [] if listed is None else [listed]
-        return tuple(dict.fromkeys([self._special[self._turns.end], *others]))
+        if not isinstance(listed, list):
+            listed = [] if listed is None else [listed]
+        return tuple(dict.fromkeys([self._special[self._turns.end], *listed]))
 
     def _vision_tokens(self, config: dict[str, Any]) -> set[int]:
         """Every vision token: those that the configuration names, and special tokens that are called so."""

@@ -46,7 +46,8 @@ class Dataset:
         root = self.path.resolve().parent
         tasks: dict[str, Task] = {}
         lines: dict[str, str] = {}
-        read, first = 0, ""
+        read = 0
+        first = ""  # why the first row was left out
         for where, row in rows(self.path):
             read += 1
             try:
@@ -159,11 +160,12 @@ def _several(value: Any) -> Sequence[Any]:
 
 
 class ChatRows:
-    """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and the Hub. ``prompt``: a text, or a list of {role,
-    content} or its JSON, with calls of tools; ``tools``: schemas, for environments without tools of their own. The k-th
-    ``<image>`` (or image part) is the row's k-th image; without any, images come first. The id:
-    ``id``, ``extra_info``'s id or data_source/split/index, or file:line. ``extra`` has every column but
-    pictures that the row itself holds, and ``extra_info``."""
+    """Reads rows ``{prompt, images, answer, ...}``: the columns of verl, TRL and the Hub.
+
+    ``prompt`` is a text, or a list of {role, content} (or its JSON) that may have calls of tools. ``tools`` has schemas, for
+    environments without tools of their own. The k-th ``<image>`` (or image part) is the row's k-th image; without any, images come
+    first. The id is ``id``, ``extra_info``'s id or data_source/split/index, or file:line. ``extra`` has the keys of ``extra_info``
+    and every column except pictures that the row itself holds."""
 
     class Settings(SettingsModel):
         prompt: str = "prompt"
@@ -187,16 +189,21 @@ class ChatRows:
         said = [{"role": "user", "content": value}] if listed is None else listed
         tools = parsed(row.get("tools"))
         if _FROM_PARQUET.search(where):
-            said, tools = without_nulls(said), without_nulls(tools)
-        said, answer = _asked(said) if prompt == "messages" else (said, None)
+            said = without_nulls(said)
+            tools = without_nulls(tools)
+        answer = None
+        if prompt == "messages":
+            said, answer = _asked(said)
         _without_films(row, said, where)
         images = self._images(row, where, root)
         info = _mapping(row, "extra_info", where)
         shown = messages(said, images, where, root)
         apart = {"prompt"}
-        if any(isinstance(part, ImageSource) and part.data is not None for message in shown for part in message.parts):
+        if any(image.data is not None for message in shown for image in message.images):
             # The task has these pictures; beside it they would cost their size once more.
-            apart |= {self._image_column(row), *([] if listed is None else [prompt])}
+            apart.add(self._image_column(row))
+            if listed is not None:
+                apart.add(prompt)
         columns = {name: value for name, value in row.items() if name not in apart}
         truth = self._truth(row, where)
         return Task(
@@ -234,7 +241,11 @@ class ChatRows:
         name = self._settings.truth
         if name is not None:
             return field({name: _at(row, name, where)}, name, where)
-        return next((value for known in TRUTHS if not blank(value := _at(row, known, where))), None)
+        for known in TRUTHS:
+            value = _at(row, known, where)
+            if not blank(value):
+                return value
+        return None
 
 
 def _asked(listed: Sequence[Any]) -> tuple[Sequence[Any], Any]:
@@ -250,9 +261,11 @@ def _asked(listed: Sequence[Any]) -> tuple[Sequence[Any], Any]:
 
 def _without_films(row: Mapping[str, Any], listed: Sequence[Any], where: str) -> None:
     """Raises DataFailure for a text that has a place for a film or a sound of the row, of which the policy is shown nothing."""
-    texts = [message["content"] for message in listed if isinstance(message, Mapping) and isinstance(message.get("content"), str)]
+    contents = [message.get("content") for message in listed if isinstance(message, Mapping)]
+    texts = [content for content in contents if isinstance(content, str)]
     for kind in ("video", "audio"):
-        if any(row.get(name) for name in (kind, f"{kind}s")) and any(f"<{kind}>" in text for text in texts):
+        has_one = row.get(kind) or row.get(f"{kind}s")
+        if has_one and any(f"<{kind}>" in text for text in texts):
             raise DataFailure(where, f"<{kind}> in a text: the policy is shown no {kind}. Give frames as images, or another reader")
 
 
@@ -268,7 +281,7 @@ def _listed(prompt: Any, where: str) -> Any:
         found = json.loads(prompt)
     except (ValueError, RecursionError) as error:
         if re.match(r"\s*\[\s*\{\s*['\"]role['\"]", prompt):
-            raise DataFailure(where, f"the prompt begins like a list of messages, but is no JSON: {error}") from error
+            raise DataFailure(where, f"the prompt begins like a list of messages, but it is not JSON: {error}") from error
         return None
     messages = isinstance(found, list) and found and all(isinstance(m, Mapping) and "role" in m for m in found)
     return found if messages else None

@@ -24,13 +24,13 @@ from rayloop.core.types import ImageRef, ImageSource, PromptImage
 from rayloop.sandbox.pictures import rgb
 
 FORMATS = ("PNG", "JPEG", "WEBP")
+"""The formats that are read. Pillow knows others, some of which start programs (EPS)."""
 ANIMATED = ("GIF",)
-"""Besides them for a whole video in one file."""
+"""Formats that are read besides ``FORMATS`` where one file may be a whole video."""
 FOREIGN = ("GIF", "BMP", "TIFF")
-"""Read besides them where a data set is prepared. Pillow knows formats that start other programs, such as EPS."""
-_OTHERS = {start: f"it is a {name}; convert it" for start, name in
-           ((b"GI", "GIF"), (b"BM", "BMP"), (b"II", "TIFF"), (b"MM", "TIFF"), (b"%P", "PDF"), (b"<s", "SVG"))}  # fmt: skip
-"""What other files begin with -> what is said of them; PIL would name the buffer they are read from."""
+"""Formats that are read besides ``FORMATS`` where a data set is prepared."""
+_OTHERS = {b"GI": "GIF", b"BM": "BMP", b"II": "TIFF", b"MM": "TIFF", b"%P": "PDF", b"<s": "SVG"}
+"""What files of other formats begin with -> the format. PIL's own message names the buffer that it read."""
 MAX_ASPECT = 200
 """Qwen2-VL's processor refuses images with a side longer than this many times the other."""
 
@@ -38,10 +38,11 @@ ORIENTATION = 0x0112
 """The EXIF tag that says how an image is turned; 1: not at all."""
 
 MAX_PIXELS = 50_000_000
-"""Of an image before it is resized: a larger one, 150 MB of pixels alone, is refused before it is decoded (image bombs)."""
+"""The most pixels of an image before it is resized. A larger one is refused before it is decoded (image bombs): 50 million pixels
+take 150 MB."""
 
 MOST_BYTES = 4 * MAX_PIXELS
-"""Of an image's file: of no format that is read has a picture of so many pixels more."""
+"""The most bytes of an image's file: a picture of ``MAX_PIXELS`` has fewer in each format that is read."""
 
 
 def encoding(data: bytes) -> str:
@@ -115,7 +116,10 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageRefused(name, f"{error}; the limit is {limit_pixels} pixels") from error
     except _BROKEN as error:
-        reason = _OTHERS.get(data[:2]) or ("" if isinstance(error, UnidentifiedImageError) else str(error))
+        reason = "" if isinstance(error, UnidentifiedImageError) else str(error)
+        other = _OTHERS.get(data[:2])
+        if other is not None:
+            reason = f"it is a {other}; convert it"
         raise DataFailure(name, f"not a readable {'/'.join(FORMATS)} image" + (f": {reason}" if reason else "")) from error
     _fits(name, width, height, limit_pixels)
     try:
@@ -136,18 +140,20 @@ def _fits(name: str, width: int, height: int, limit_pixels: int) -> None:
 
 
 ANSWERED = 64_000_000
-"""Of all pictures of one answer to the policy: pixels of 8-bit RGB (``decoding``), some seconds of a busy core."""
+"""The most that decoding all pictures of one answer to the policy may take, in pixels of 8-bit RGB (``decoding``): some seconds of
+a busy core."""
 NOT_SHOWN = "(image: cannot be shown)"
 """Stands where a picture would be that is broken, too large, or one too many."""
 _CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""Of PNG's colour types."""
+"""PNG's colour types -> their channels; a palette (3) has one."""
 
 
 def looked_at(sources: Sequence[ImageSource], most: int = MAX_PIXELS, until: float = math.inf) -> list[ImageSource | None]:
-    """Pictures that what the policy did has made, each decoded once, here: None for one that is broken, that has more than ``most``
-    pixels, with which all would be more than ``ANSWERED``, or whose turn comes after ``until`` on the monotonic clock. Files, which
-    the policy cannot make, are left as they are."""
-    left, found = ANSWERED, list[ImageSource | None]()
+    """The pictures that an action of the policy led to. Each is decoded once, here. None stands for a picture that is broken or has
+    more than ``most`` pixels, for one with which all would cost more than ``ANSWERED``, and for those that come after ``until`` on
+    the monotonic clock. Files are left as they are, since the policy cannot make them."""
+    left = ANSWERED
+    found: list[ImageSource | None] = []
     for source in sources:
         if not isinstance(source, ImageSource) or source.data is None:
             found.append(source if isinstance(source, ImageSource) else None)
@@ -170,23 +176,25 @@ def pictures(sources: Sequence[ImageSource]) -> list[str | ImageSource]:
 
 def decoding(data: bytes) -> int | None:
     """What decoding takes, in pixels of 8-bit RGB, by the header alone: deeper and interlaced PNGs, and JPEGs of many scans, count
-    more. None for what is no image."""
+    more. None for bytes that are not an image."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             pixels = image.width * image.height
     except Exception:  # whatever a forged one makes of its decoder
         return None
     if encoding(data) == "png":
-        depth, colour, interlaced = data[24], data[25], data[28]
+        depth, colour, interlaced = data[24], data[25], data[28]  # places in the first chunk, which every PNG has
         bits = _CHANNELS.get(colour, 4) * depth
         return max(pixels, pixels * bits // 24) * (2 if interlaced else 1)
     if encoding(data) == "jpeg":
-        return pixels * max(1, data.count(b"\xff\xda") // USUAL_SCANS)
+        scans = data.count(_START_OF_SCAN)
+        return pixels * max(1, scans // USUAL_SCANS)
     return pixels
 
 
 USUAL_SCANS = 10
-"""Of a progressive JPEG."""
+"""Scans of a usual progressive JPEG. Each scan goes over the whole picture."""
+_START_OF_SCAN = b"\xff\xda"
 
 
 def read(source: ImageSource) -> bytes:

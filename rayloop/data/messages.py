@@ -68,15 +68,15 @@ def _decoded(text: str, where: str) -> bytes:
             raise ValueError("a data URL must end in ;base64 before the comma")
         return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise DataFailure(where, f"the image is no base64: {error}, in {short(text)}") from error
+        raise DataFailure(where, f"the image is not base64: {error}, in {short(text)}") from error
 
 
 def messages(listed: Sequence[Any], images: Sequence[ImageSource], where: str, root: Path) -> tuple[Message, ...]:
     """The messages, with the row's images at their places and all keys that a chat template may read. Raises DataFailure when
     places and images differ in number, for an empty question, and for a conversation that ends with the assistant."""
-    if any(not isinstance(message, Mapping) for message in listed):
-        wrong = next(message for message in listed if not isinstance(message, Mapping))
-        raise DataFailure(where, f"cannot read the row: a message must be an object, found {short(wrong)}")
+    for message in listed:
+        if not isinstance(message, Mapping):
+            raise DataFailure(where, f"cannot read the row: a message must be an object, found {short(message)}")
     contents = _placed(listed, images, where, root)
     remaining = iter(images)
     made = []
@@ -95,19 +95,23 @@ def messages(listed: Sequence[Any], images: Sequence[ImageSource], where: str, r
 def _placed(listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], where: str, root: Path) -> list[Pieces]:
     """The messages' contents, with as many places as there are images. In typed parts of text the placeholder is one where an
     image would have no place without it, else what it says."""
-    found = list[int]()
+    numbers: list[int] = []
     for literal in (False, True):
         contents = [_content(message, where, root, literal) for message in listed]
-        shown = sum(not isinstance(piece, str) for pieces in contents for piece in pieces)
-        found.append(sum(piece is None for pieces in contents for piece in pieces))
-        if images and not shown:  # as TRL does
-            first = next((pieces for m, pieces in zip(listed, contents, strict=True) if m["role"] == "user"), contents[-1])
-            first[:0] = [None] * len(images)
+        pieces = [piece for content in contents for piece in content]
+        places = sum(piece is None for piece in pieces)
+        numbers.append(places)
+        if images and all(isinstance(piece, str) for piece in pieces):  # nothing says where: they come first, as in TRL
+            roles = [message["role"] for message in listed]
+            asking = contents[roles.index("user")] if "user" in roles else contents[-1]
+            asking[:0] = [None] * len(images)
             return contents
-        if found[-1] == len(images):
+        if places == len(images):
             return contents
-    hint = '. Letters that are no place stand in a part: {"type": "text", "text": ...}' if found[0] > len(images) else ""
-    raise DataFailure(where, f"{found[0]} {PLACEHOLDER} placeholders for {len(images)} images{hint}")
+    hint = ""
+    if numbers[0] > len(images):
+        hint = f'. A {PLACEHOLDER} that is text and not a place stands in a part: {{"type": "text", "text": ...}}'
+    raise DataFailure(where, f"{numbers[0]} {PLACEHOLDER} placeholders for {len(images)} images{hint}")
 
 
 def _content(message: Mapping[str, Any], where: str, root: Path, literal: bool) -> Pieces:

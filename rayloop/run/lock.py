@@ -27,11 +27,13 @@ logger = logging.getLogger(__name__)
 HEARTBEAT = 15.0
 """Seconds between two signs of life."""
 SILENCE = 120.0
-"""Seconds without a sign of life after which a holder that cannot be seen from here counts as gone."""
+"""Seconds without a sign of life after which a holder that cannot be seen from here counts as ended."""
 JUDGING = 30.0
 """Seconds that others may take to judge and rewrite the file; one that was created instead of a flock is left over after them."""
-POLL, AGAIN = 0.1, 1.0
-"""Seconds between two tries to judge the file, and between two looks at a holder that cannot be seen."""
+POLL = 0.1
+"""Seconds between two tries to judge the file."""
+AGAIN = 1.0
+"""Seconds between two looks at a holder that cannot be seen."""
 NO_FLOCK = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -88,16 +90,14 @@ class Fence:
 
     def check(self) -> None:
         """Raises RunTaken when another process has taken the run since; OSError when the file cannot be read, and
-        FileNotFoundError when the run's folder is another one than at the start, or away."""
+        FileNotFoundError when the run's folder is another one than at the start, or is missing."""
         if not self.number:
             return
         newest = _newest(self.path)
         # Numbers only grow. A mount that came back may have another device, and a file system in user space another inode.
         if newest < self.number or (self.mount and _differ(_place(self.path.parent), self.home)):
-            away = (
-                f"the run's folder is not there, or not the one that it was at the start: is its storage mounted at {self.mount}?"
-            )
-            raise FileNotFoundError(errno.ENOENT, away, str(self.path.parent))
+            why = f"the run's folder is not there, or not the one that it was at the start: is its storage mounted at {self.mount}?"
+            raise FileNotFoundError(errno.ENOENT, why, str(self.path.parent))
         if newest != self.number:
             raise RunTaken(
                 f"{self.path.parent} was taken over by another process (start {newest}, this one is {self.number}), while this one "
@@ -106,7 +106,7 @@ class Fence:
 
 
 OPEN = Fence(Path(), 0)
-"""Of a folder that nobody else can take."""
+"""The fence of a folder that nobody else can take: its check passes."""
 
 
 class RunLock:
@@ -115,7 +115,7 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.fence = Fence(path.absolute().with_suffix(".fence"), 0)
-        """Of the holder, from ``acquire`` on; the driver, whose working directory is another, has it too."""
+        """The holder's fence, from ``acquire`` on. It is absolute, since the driver, which has it too, works in another folder."""
         self.taken = threading.Event()
         """Set when the heartbeat has found another holder; this one must end."""
         self._renewing = threading.Lock()
@@ -125,7 +125,8 @@ class RunLock:
     def acquire(self) -> Holder | None:
         """Take the lock; its parent folder exists. Returns the dead holder if there was one; waits up to ``SILENCE`` s for a holder
         that cannot be seen from here. Raises RunNameInUse, and ConfigError when the file system does not answer."""
-        me, seen = Holder.this_process(), 0.0
+        me = Holder.this_process()
+        seen = 0.0  # the heartbeat at the last look at a holder that cannot be seen
         while True:
             with _alone(self.path) as file:
                 beat = os.fstat(file.fileno()).st_mtime
@@ -134,7 +135,8 @@ class RunLock:
                     self._raise_fence()
                     _write(file, json.dumps(asdict(me)))
                     break
-            if former.lives() or seen not in (0.0, beat):
+            beats = seen not in (0.0, beat)
+            if former.lives() or beats:
                 raise RunNameInUse(
                     f"{self.path.parent} belongs to a live run ({former}). Choose another name, or end that run first."
                 )
@@ -175,7 +177,7 @@ class RunLock:
         self._stopped.set()
         if self._heart is not None and self._heart.is_alive():
             self._heart.join()
-        if not self.path.exists():  # its storage is away, and nothing is written below an empty mount point
+        if not self.path.exists():  # the storage is not mounted: nothing is written below an empty mount point
             return
         with _alone(self.path) as file:
             if _read(file) == Holder.this_process():
@@ -245,7 +247,7 @@ def _alone(path: Path) -> collections.abc.Iterator[IO[str]]:
 
 
 def _remove_left_over(instead: Path) -> None:
-    """Of a process that died while it judged."""
+    """Remove the file of a process that died while it judged. Renaming it first makes sure that only one process removes it."""
     mine = instead.with_name(f"{instead.name}.{socket.gethostname()}-{os.getpid()}")
 
     def old(file: Path) -> bool:

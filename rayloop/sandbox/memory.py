@@ -8,16 +8,22 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-BLOCK, ENDING = 512, 2.0
+BLOCK = 512
+"""Bytes of a block, in which ``stat`` counts."""
+ENDING = 2.0
+"""Seconds in which processes that were killed have ended."""
 AT_ONCE = 1 << 20
 """Bytes for which the kernel asks a cgroup at once, so that it may be refused so much below its limit."""
-_OWN, _SHARES = ("RssAnon:", "RssShmem:", "VmSwap:"), ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
+_OWN = ("RssAnon:", "RssShmem:", "VmSwap:")
+"""Lines of ``status``: written pages, each counted for every process that has it."""
+_SHARES = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
+"""Lines of ``smaps_rollup``: the same, each page divided among the processes that have it."""
 _LIMITS = (("memory.max", "memory.swap.max"), ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"))
-"""Of memory and of memory with swap: in cgroups of version 2 and of version 1."""
+"""Files with the limits of cgroups of version 2 (memory, and swap) and of version 1 (memory, and both together)."""
 
 
 def tree(root: int) -> list[int]:
-    """The process and its descendants, parents first; empty when it is gone."""
+    """The process and its descendants, parents first; empty when it has ended."""
     found = [root] if os.path.exists(f"/proc/{root}") else []
     for pid in found:
         found += children(pid)
@@ -25,7 +31,7 @@ def tree(root: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Those of all threads; none when it is gone."""
+    """The children of all threads of a process; none when it has ended."""
     found: list[int] = []
     for thread in _threads(pid):
         with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="utf-8") as file:
@@ -34,7 +40,7 @@ def children(pid: int) -> list[int]:
 
 
 def lives(pid: int) -> bool:
-    """Whether it, or a thread of it, still runs: a process that has ended and that its parent has not asked for is there too."""
+    """Whether the process, or a thread of it, still runs. One that has ended stays in /proc until its parent asks for its code."""
     with suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         state = file.read().rpartition(") ")[2][:1]
         return state not in ("Z", "X") or len(_threads(pid)) > 1
@@ -97,11 +103,11 @@ def machine_was_short(group: str, before: int) -> bool:
 
 
 def _counted(path: str, name: str) -> int:
-    """The number behind ``name``, or of a file that has a number only; 0 where there is no such file or line."""
+    """The number behind ``name``, or, with an empty name, in a file that has only a number; 0 where there is none."""
     with suppress(OSError), open(path, encoding="utf-8") as file:
         for line in file:
-            *names, number = line.split()
-            if names == [name] * bool(name):
+            before, _, number = line.strip().rpartition(" ")
+            if before == name:
                 return int(number)
     return 0
 
@@ -124,10 +130,11 @@ def _sum(pids: Iterable[int], lines: tuple[str, ...], where: str) -> int:
 
 
 def _pages(pid: int, lines: tuple[str, ...], where: str) -> int:
-    """Of the first thread that has some: the first one of a process may have ended before the others."""
+    """The sum of these lines, of the first thread that has some: a process may have lost its first thread and live."""
     for thread in _threads(pid):
         with suppress(OSError), open(f"/proc/{thread}/{where}", encoding="utf-8", errors="replace") as file:
-            if found := [int(line.split()[1]) << 10 for line in file if line.startswith(lines)]:
+            found = [int(line.split()[1]) << 10 for line in file if line.startswith(lines)]
+            if found:
                 return sum(found)
     return _pages(pid, _OWN, "status") if where != "status" else 0  # another user's, and older kernels
 
@@ -156,7 +163,7 @@ def _threads(pid: int) -> list[str]:
 
 
 def _cgroup(limit: int) -> str:
-    """A new one below this process's own, so that the limits around that hold too. Raises OSError."""
+    """A new cgroup below that of this process, whose limits hold for it too; "" where none can be made. Raises OSError."""
     with open("/proc/self/cgroup", encoding="utf-8") as file:
         lines = [line.strip().split(":", 2) for line in file]
     for _, controllers, path in lines:

@@ -27,19 +27,37 @@ from typing import Any
 
 LOOK = 0.2
 """Seconds between two looks at the agent's processes."""
-TAIL, RESULT = 8192, 1 << 14
-"""Bytes of its output that are kept, and more than a number or the names of exceptions have."""
-CHAIN, BASES, NAME = 8, 12, 80
-"""Exceptions that led to one another, classes of each, and characters of a class's name that are reported."""
+TAIL = 8192
+"""Bytes that are kept of the end of an agent's output."""
+RESULT = 1 << 14
+"""Bytes that are read of an agent's result: more than a number, or the names of its exceptions, can have."""
+CHAIN = 8
+"""Exceptions, each the cause of the one before, that are reported."""
+BASES = 12
+"""Classes of an exception that are reported."""
+NAME = 80
+"""Characters of a class's name that are reported."""
+CONNECTIONS = 256
+"""Connections of an agent to the policy at one time."""
+PIECE = 1 << 16
+"""Bytes that are passed on at once."""
+
+# Numbers of the kernel, which Python has no names for.
 ALONE = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000
-"""Namespaces of users, process ids, mounts and IPC."""
+"""CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNS and CLONE_NEWIPC: namespaces of users, process ids, mounts and IPC."""
 NO_NETWORK = 0x40000000
-"""A namespace of the network too: there is nothing in it but a loopback device."""
-CONNECTIONS, PIECE = 256, 1 << 16
-"""Connections of an agent to the policy at one time; bytes that are passed on at once."""
+"""CLONE_NEWNET: a namespace of the network, in which there is only a loopback device."""
 INTERFACE_FLAGS, UP = 0x8914, 1
-RECURSIVE_PRIVATE, PLAIN, SYS_PTRACE = 0x4000 | 0x40000, 2 | 4 | 8, 19
+"""SIOCSIFFLAGS, which sets an interface's flags, and IFF_UP."""
+RECURSIVE_PRIVATE = 0x4000 | 0x40000
+"""MS_REC and MS_PRIVATE: no mount is seen outside of the namespace."""
+PLAIN = 2 | 4 | 8
+"""MS_NOSUID, MS_NODEV and MS_NOEXEC."""
 DIES_WITH_PARENT, DUMPABLE, BOUND_DROP, SUBREAPER = 1, 4, 24, 36
+"""Options of prctl: PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP and PR_SET_CHILD_SUBREAPER."""
+SYS_PTRACE = 19
+"""CAP_SYS_PTRACE: with it a process reads and writes the memory of others."""
+
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LIBC = ctypes.CDLL(None, use_errno=True)
 _MEMORY = importlib.util.spec_from_file_location("rayloop_memory", Path(__file__).parents[2] / "sandbox" / "memory.py")
@@ -51,7 +69,7 @@ _MEMORY.loader.exec_module(memory)
 
 
 def main(*modules: str) -> None:
-    """Serve until the input closes, since the process that started this one is gone then."""
+    """Serve until the input closes: then the process that started this one has ended."""
     for module in modules:
         importlib.import_module(module)
     alone = os.waitpid(_started(lambda: os._exit(0), ALONE | NO_NETWORK), 0)[1] == 0
@@ -79,9 +97,14 @@ def _host(alone: bool) -> None:
         asked = json.loads(connection.readline())
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # what the agent leaves behind becomes a child of this process
     alone = asked["alone"] = alone and asked["alone"]
-    (output, written), (returned, returns), (status, reports) = os.pipe(), os.pipe(), os.pipe()
-    most, before = int(asked["limits"]["memory_mb"]) << 20, memory.kernel_kills()
-    with memory.bounded(most + most // 4) as asked["group"]:  # for what the sum, which says why, does not see
+    # Three pipes: what the agent prints, what its function returns, and the exit code, which its parent reports.
+    output, written = os.pipe()
+    returned, returns = os.pipe()
+    status, reports = os.pipe()
+    most = int(asked["limits"]["memory_mb"]) << 20
+    killed_before = memory.kernel_kills()
+    # The sum over the processes comes first, since it can say what was passed. The cgroup is for memory that it does not see.
+    with memory.bounded(most + most // 4) as asked["group"]:
         ours, theirs = socket.socketpair()
         inside = alone and not asked["network"]
         asked["ours"] = output, returned, status, ours.fileno()
@@ -95,10 +118,10 @@ def _host(alone: bool) -> None:
         found = _watch(first, output, asked["limits"], alone, group)
         _kill()
         found["end"] = found["end"] or _killed_at_its_limit(asked["limits"], group)
-        short = memory.machine_was_short(group, before)
+        short = memory.machine_was_short(group, killed_before)
     code = os.read(status, RESULT)
     found["code"] = os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
-    found |= {"result": None, "raised": [], "broken": short or not code}  # without a code what keeps the agent was killed
+    found |= {"result": None, "raised": [], "broken": short or not code}  # without a code, the agent's parent was killed
     with suppress(ValueError):  # it was killed while it wrote
         found |= json.loads(os.read(returned, RESULT) or b"{}")
     with suppress(OSError):
@@ -109,17 +132,22 @@ def _started(work: Callable[[], None], namespaces: int) -> int:
     """A new process that does ``work``, and is killed with this one. With ``namespaces`` the work is done by a child of it, the
     first process in them, which takes all others there along when it ends."""
     parent = os.getpid()
-    (asked, asks), (mapped, maps) = os.pipe(), os.pipe()
-    if (pid := os.fork()) == 0:
+    # The child asks for its users once it is in the new namespace, and waits: only a process outside may map them.
+    asked, asks = os.pipe()
+    mapped, maps = os.pipe()
+    pid = os.fork()
+    if pid == 0:
         with suppress(BaseException):
             if namespaces:
                 _check(LIBC.unshare(namespaces))
                 os.write(asks, b"1")
                 os.read(mapped, 1)
             _die_with(parent)
-            if namespaces and (first := os.fork()):
-                os._exit(bool(os.waitpid(first, 0)[1]))
             if namespaces:
+                # A process stays in its own namespace of process ids; its first child begins the new one.
+                first = os.fork()
+                if first:
+                    os._exit(bool(os.waitpid(first, 0)[1]))
                 _die_with(0)
                 _mount()
             for descriptor in (asked, asks, mapped, maps):
@@ -166,17 +194,17 @@ def _listening(port: int) -> socket.socket:
 
 
 def _relay(passed: socket.socket, port: int) -> None:
-    """Pass what comes to the socket that comes over ``passed`` on to the policy, and what it answers back."""
+    """Connect each connection to the agent's listening socket, which comes over ``passed``, with the policy."""
     _, descriptors, _, _ = socket.recv_fds(passed, 1, 1)
     free = threading.Semaphore(CONNECTIONS)
     with socket.socket(fileno=descriptors[0]) as listening:
         while free.acquire():
             agent, _ = listening.accept()
-            threading.Thread(target=_both, args=(agent, port, free), daemon=True).start()
+            threading.Thread(target=_connect, args=(agent, port, free), daemon=True).start()
 
 
-def _both(agent: socket.socket, port: int, free: threading.Semaphore) -> None:
-    """One connection, until one side closes it."""
+def _connect(agent: socket.socket, port: int, free: threading.Semaphore) -> None:
+    """Pass on what each side of a connection says, until one closes it."""
     with agent, suppress(OSError), socket.create_connection(("127.0.0.1", port)) as policy:
         for one in (agent, policy):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -210,7 +238,7 @@ def _keep(asked: Mapping[str, Any], written: int, returns: int, reports: int, pa
         with suppress(OSError):
             _write(asked["group"], "0")
     if asked["alone"]:
-        with suppress(OSError):  # what has no process is not counted
+        with suppress(OSError):  # shared segments of which no process is left are in no sum
             _write("/proc/sys/kernel/shmall", str(most // PAGE))
         LIBC.mount(b"tmpfs", b"/dev/shm", b"tmpfs", PLAIN, f"size={most}".encode())
     if passed is not None:
@@ -253,9 +281,11 @@ def _write(path: str, text: str) -> None:
 
 def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool, group: str) -> dict[str, Any]:
     """Returns when the agent has ended, or must: ``end`` says why, "" when it ended by itself."""
-    ended, tail = os.pidfd_open(pid), b""
-    until, open_ends = time.monotonic() + limits["seconds"], [ended, output, 0]
-    look = 0.0
+    ended = os.pidfd_open(pid)
+    open_ends = [ended, output, 0]  # 0: the client's socket
+    tail = b""
+    until = time.monotonic() + limits["seconds"]
+    next_look = 0.0
     while True:
         ready, _, _ = select.select(open_ends, [], [], LOOK)
         if output in ready:
@@ -263,11 +293,10 @@ def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool, grou
                 tail = (tail + chunk)[-TAIL:]
             else:
                 open_ends.remove(output)
-        gone = "its client is gone" if 0 in ready else ""  # else nothing comes
-        end = gone
-        if not end and ended not in ready and time.monotonic() > look:
+        end = "its client closed the connection" if 0 in ready else ""  # a client sends nothing more
+        if not end and ended not in ready and time.monotonic() > next_look:
             end = _beyond(limits, until, memory.tree(pid), alone) or _killed_at_its_limit(limits, group)
-            look = time.monotonic() + LOOK
+            next_look = time.monotonic() + LOOK
         if end or ended in ready:
             break
     while output in open_ends and select.select([output], [], [], 0)[0] and (chunk := os.read(output, 1 << 16)):
@@ -282,12 +311,14 @@ def _beyond(limits: Mapping[str, float], until: float, pids: list[int], alone: b
     living = [pid for pid in pids[1 + alone :] if memory.lives(pid)]
     if len(living) > limits["processes"]:
         return f"it had {len(living)} processes, {limits['processes']} are allowed (processes)"
-    most, files = int(limits["memory_mb"]) << 20, 0
+    most = int(limits["memory_mb"]) << 20
+    files = 0
     if alone and living:
         with suppress(OSError):
             shared = os.statvfs(f"/proc/{pids[1]}/root/dev/shm")
             files = (shared.f_blocks - shared.f_bfree) * shared.f_frsize
-    if (filled := memory.beyond(most - files, living)) or files > most:
+    filled = memory.beyond(most - files, living)
+    if filled or files > most:
         return f"it filled {filled + files >> 20} MiB of memory, {limits['memory_mb']} are allowed (memory_mb)"
     return ""
 

@@ -74,7 +74,7 @@ def test_tools_may_be_json_text_and_other_columns_of_that_name_are_named(
         ([ASKED, {"role": "assistant", "content": None}, ASKED], {}, "'content' is missing"),
         ([ASKED, {"role": "assistant", "content": "x", "tool_calls": "weather"}, ASKED], {}, "tool_calls of a message must be"),
         ("<audio>What is said?", {"audio": ["a.wav"]}, "shown no audio"),
-        ("What does <image> do?", {}, "Letters that are no place stand in a part"),
+        ("What does <image> do?", {}, "text and not a place stands in a part"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/a.png"}}]}], {}, "not downloaded"),
     ],
 )
