@@ -173,7 +173,7 @@ def room() -> dict[str, dict[str, float]]:
 
 
 def _keep_logs(folder: Path, logs: Path) -> None:
-    """Copy the logs of the actors and of Ray, without empty files. A full disk, or one that is away, does not end the run."""
+    """Copy the logs of the actors and of Ray, without empty files. A disk that is full or not mounted does not end the run."""
     if not logs.is_dir():
         return
     for file in (folder / LOGS).glob("worker-*.*"):

@@ -171,7 +171,7 @@ def unused(path: Path) -> Path:
 
 def kind_of(*errors: BaseException, saving: bool = False) -> type[CheckpointError]:
     """CheckpointStorageFailed when the storage refused, else CheckpointError (a file is missing or holds something else). Where
-    one is ``saving``, what is missing is a folder that was there: its storage is away."""
+    one is ``saving``, what is missing is a folder that was there: its storage is not mounted."""
     return CheckpointStorageFailed if any(refused(error, saving) for error in errors) else CheckpointError
 
 

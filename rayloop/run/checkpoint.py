@@ -150,7 +150,7 @@ class Origin:
         return next(iter(self.candidates()), None)
 
     def _found(self) -> Checkpoint | None:
-        """As ``find``. Raises OSError when the folder, which this start has made, is away."""
+        """As ``find``. Raises OSError when the folder, which this start has made, is missing."""
         if not self.folder.is_dir():
             away = f"it is not there; is its storage mounted at {self.fence.mount or mount_of(self.folder)}?"
             raise FileNotFoundError(errno.ENOENT, away, str(self.folder))
@@ -294,7 +294,7 @@ class CheckpointStore:
         try:
             final = unused(self.folder / f"step_{step:06d}")
             await asyncio.to_thread(self._begin)
-            aside.mkdir()  # not its parents: where the storage is away, they would be below its mount point
+            aside.mkdir()  # not its parents: where the storage is not mounted, they would be below its mount point
             (aside / TRAINER).mkdir()
             written = await save_trainer(str(aside / TRAINER)) or {}
             await asyncio.to_thread(self._commit, aside, final, step, state, about, written)

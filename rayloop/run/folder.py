@@ -86,7 +86,7 @@ class RunFolder:
                 self.lock.release()
 
     def begun_before(self) -> None:
-        """For a start after a failure: raises StorageFailed when the folder, which the first start has made, is away."""
+        """For a start after a failure: raises StorageFailed when the folder, which the first start has made, is missing."""
         if not (self.path.is_dir() and any(self.path.iterdir())):
             raise StorageFailed(
                 f"{self.path} is not there, or empty, and this is a restart of the run that began in it: is its storage mounted "
@@ -286,7 +286,7 @@ class RolloutDump:
 
     def keep(self, images: Mapping[str, bytes]) -> None:
         """Store images that are not there yet."""
-        self.images.mkdir(exist_ok=True)  # not its parents: where the storage is away, they would be below its mount point
+        self.images.mkdir(exist_ok=True)  # not its parents: where the storage is not mounted, they would be below its mount point
         for sha256, data in images.items():
             target = self.images / image_file(sha256, data)
             if not target.exists():

@@ -108,7 +108,7 @@ class _Writer(_AnyFolder, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self._folder.mkdir(exist_ok=True)  # not its parents: where the storage is away, this would be below its mount point
+        self._folder.mkdir(exist_ok=True)  # not its parents: where the storage is not mounted, this would be below its mount point
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

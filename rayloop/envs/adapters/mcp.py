@@ -124,7 +124,7 @@ async def _offered(settings: McpTools.Settings) -> AsyncIterator[list[Offered]]:
                 raise InfrastructureFailure(f"MCP: {why}, of the server {server.shown}. {server.hint}") from error
         yield found
     finally:
-        with suppress(Exception):  # a server may be gone
+        with suppress(Exception):  # a server may have ended
             async with asyncio.timeout(ENDING):
                 await open_.aclose()
 
@@ -160,7 +160,7 @@ class _Tool:
         self._portal, self._client, self._server = portal, client, server
 
     def __call__(self, /, **arguments: Any) -> ToolResult:
-        """Raises ToolError for what the server reports as the call's error, InfrastructureFailure when it is gone."""
+        """Raises ToolError for what the server reports as the call's error, InfrastructureFailure when the server is lost."""
         try:
             result = self._portal.call(self._client.call_tool, self.name, arguments)
         except Exception as error:
@@ -223,7 +223,7 @@ def _answered(error: Exception) -> bool:
 
 
 def _inner(error: BaseException) -> BaseException:
-    """Of a group of errors the first one."""
+    """The first error of a group; another error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

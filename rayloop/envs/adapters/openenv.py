@@ -98,7 +98,7 @@ class OpenEnv(RewardedSteps):
     def close(self) -> None:
         """End the session."""
         if self._session is not None:
-            with suppress(Exception):  # the server may be gone
+            with suppress(Exception):  # the server may have ended
                 self._session.send(json.dumps({"type": "close"}))
         self._open.close()
 
