@@ -17,7 +17,7 @@ from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -83,32 +83,23 @@ class Readiness(BaseModel):
 
 
 class TextPart(BaseModel):
-    """A text within a message."""
+    """A text within a message. Further keys of a part, which clients of several providers add, are ignored."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["text"]
     text: str
-    cache_control: Any = Field(None, exclude=True)
-    """Ignored. Clients of several providers add it."""
 
 
 class ImageData(BaseModel):
-    """An image as a ``data:`` URL; nothing is fetched."""
+    """An image as a ``data:`` URL; nothing is fetched. OpenAI's ``detail`` is ignored: the model has image limits of its own."""
 
-    model_config = ConfigDict(extra="forbid")
     url: str = Field(pattern=r"^data:image/(png|jpeg|webp);base64,[A-Za-z0-9+/=]+$")
-    detail: str | None = None
-    """OpenAI's key for the resolution, which the model's own image limits set here."""
 
 
 class ImagePart(BaseModel):
     """An image within a message."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["image_url"]
     image_url: ImageData
-    cache_control: Any = Field(None, exclude=True)
-    """Ignored, as in a text."""
 
 
 Key = str | Callable[[bytes], bool]

@@ -121,9 +121,9 @@ def _files(folder: Path) -> list[Path]:
         found = [Path(name) for name in listed.stdout.split("\0") if name]
     else:
         found = [path.relative_to(folder) for path in folder.rglob("*")]
-    links = [path for path in found if (folder / path).is_symlink()]
     # rayloop/__init__.py finds the folders of a checkout beside itself: through its links they would be sent twice.
-    linked = {path: (folder / path).resolve() for path in links if path.parent != Path("rayloop")}
+    ours = Path("rayloop")
+    linked = {path: (folder / path).resolve() for path in found if path.parent != ours and (folder / path).is_symlink()}
     below = [
         link / (folder.resolve() / file).relative_to(target)
         for link, target in linked.items()

@@ -126,7 +126,7 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     model: str = Field(max_length=256)
     messages: list[ChatMessage] = Field(min_length=1, max_length=16_384)
-    distribution: dict[str, Any] = Field({}, exclude=True, max_length=len(DISTRIBUTION))
+    distribution: dict[str, Any] = Field({}, exclude=True)
     temperature: float | None = Field(None, ge=0, le=2)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -139,7 +139,7 @@ class ChatRequest(BaseModel):
     """Answer with server-sent events, which come together once the answer is whole."""
     stream_options: StreamOptions | None = None
     tools: list[OfferedTool] | None = Field(None, max_length=128)
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None

@@ -103,7 +103,6 @@ class Endpoint:
         add_routes(app, self._of)
 
         @app.post("/v1/reward", responses=documented(400, 401, 403), dependencies=KEY, response_model=dict[str, Any])
-        @app.post("/reward", responses=documented(400, 401, 403), dependencies=KEY, response_model=dict[str, Any])
         async def reward(request: Request, body: RewardBody) -> Any:
             session = self._paying.get(bearer(request.scope))
             if session is None:

@@ -22,10 +22,11 @@ async def play(row: Mapping[str, Any], reward_key: str = "") -> float:
 
     SubprocessRuntime.prepare_uv_script = _script  # uv would download into an environment of its own
     taskset = {**(row.get("config") or {}), "id": row["taskset"]}
-    kind = env_config_type(row["taskset"], row.get("env") or "")
+    env = row.get("env") or ""
+    kind = env_config_type(row["taskset"], env)
     seats = {name: field.default for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)}
     chosen = {name: {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}} for name in seats}
-    environment = load_environment(kind.model_validate({"id": row.get("env") or "", "taskset": taskset, **chosen}))
+    environment = load_environment(kind.model_validate({"id": env, "taskset": taskset, **chosen}))
     index = int(row.get("index") or 0)
     (task,) = environment.taskset.include(idx=[f"{index}:{index + 1}"])
     answers = _answers_by_trace()
@@ -42,9 +43,9 @@ async def play(row: Mapping[str, Any], reward_key: str = "") -> float:
     if not reward_key:
         return float(sum(trace.reward for trace in trained))
     pay = {answer: float(trace.reward) for trace in trained for answer in answers[trace.id]}
+    headers = {"Authorization": f"Bearer {reward_key}"}
     for answer, reward in pay.items():
-        body, headers = {"reward": reward, "answer": answer}, {"Authorization": f"Bearer {reward_key}"}
-        httpx.post(f"{base_url}/reward", headers=headers, json=body).raise_for_status()
+        httpx.post(f"{base_url}/reward", headers=headers, json={"reward": reward, "answer": answer}).raise_for_status()
     return sum(pay.values())
 
 
