@@ -24,6 +24,9 @@ from benchmarks.load import Load
 from benchmarks.measure import machine
 from rayloop.launch.ray_variables import private_cluster
 
+MODEL = Path(__file__).parents[1] / "recipes/arc_vision/loose"
+"""What the driver reads of a model's folder is in this one; nothing loads its weights."""
+
 LATENCIES = Path(__file__).with_name("latencies.json")
 """Seconds per episode, mean 1, long-tailed: 4,096 draws of a log-normal distribution (sigma 0.8) cut at 6 times the mean."""
 IN_FLIGHT = (1, 8, 64, 256, 1024, 2048)
@@ -128,7 +131,7 @@ def _config(load: Load, folder: Path) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     batches = 8 if load.uniform else 2
     config = {
-        "name": "scale", "output": folder.as_posix(), "steps": load.steps, "model": {"path": "simulated"},
+        "name": "scale", "output": folder.as_posix(), "steps": load.steps, "model": {"path": str(MODEL)},
         "data": {"train": str(folder / "rows.jsonl")},
         "algorithm": {
             "group_size": load.group, "groups_per_step": load.groups, "staleness": {"max_staleness": load.staleness},

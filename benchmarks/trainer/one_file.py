@@ -118,7 +118,7 @@ class OneFile:
             every = [sample for update in updates for sample in update]
             parts = self.collator.plan(every)
             old = iter(score(self.scorer, every, parts, self.collator.ahead(parts)))
-            updates = [[replace(sample, old=next(old)) for sample in update] for update in updates]
+            updates = [[replace(sample, old=next(old).logprobs) for sample in update] for update in updates]
         self.trajectories.clear()
         return [self.update(update) for update in updates]
 

@@ -30,6 +30,7 @@ def by_actor(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.slow_faults
 def test_a_profiled_step_has_what_each_role_computed_and_when(tmp_path: Path, digits_model: Path) -> None:
     changes: dict[str, Any] = {"profile__steps": [2], "policy__loss": {"kl_coef": 0.1}, "reward__actors": 1}

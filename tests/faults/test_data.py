@@ -40,7 +40,8 @@ def grounding(folder: Path, model: Path, lines: list[str], **changes: Any) -> di
     (folder / "train.jsonl").write_text("\n".join(mixed + good[len(lines) :]) + "\n", encoding="utf-8")
     reader = {"use": "rayloop.recipes.arc_vision.data:GroundingRows", "with": {"prompt": "{instruction}"}}
     return settings(
-        folder, model, data__reader=reader, data__order="file", model__max_pixels=37632, model__min_pixels=37632,
+        folder, model, data__reader=reader, data__order="file", data__anywhere=True,
+        model__max_pixels=37632, model__min_pixels=37632,
         rollout__sampling={"max_tokens": 24, "min_tokens": 24}, checkpoint__every=100, **changes,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,15 @@ def test_storage_that_stays_away_ends_the_run_to_be_started_again(tmp_path: Path
     assert not made.folder.exists()
 
 
+@pytest.fixture
+def _of_a_terminal() -> Iterator[None]:
+    """A program that was started by nohup ignores SIGHUP, and so does all that it starts."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
+
+
+@pytest.mark.usefixtures("_of_a_terminal")
 def test_a_closed_terminal_saves(tmp_path: Path, digits_model: Path) -> None:
     """The kernel and a shell each send a SIGHUP to it."""
     config = settings(tmp_path, digits_model, steps=400, checkpoint__every=100)
