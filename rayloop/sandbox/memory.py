@@ -89,14 +89,14 @@ def kernel_kills(group: str = "") -> int:
 
 def limit_was_reached(group: str) -> bool:
     """Whether the processes of a cgroup were refused memory by its own limit. Version 1 counts no refusals on new kernels, so
-    there the most that they had tells."""
+    there the most that they had decides."""
     most, limit = (_counted(f"{group}/memory.{name}_in_bytes", "") for name in ("max_usage", "limit"))
     return _counted(f"{group}/memory.events", "oom") > 0 or most + AT_ONCE >= limit > 0
 
 
 def machine_was_short(group: str, before: int) -> bool:
     """Whether the kernel ended one of these processes although their cgroup has not reached its limit. Without a cgroup: whether it
-    ended any of this machine since ``before``, as nobody can tell whose it was."""
+    ended any of this machine since ``before``, as nobody knows whose it was."""
     if group:
         return kernel_kills(group) > 0 and not limit_was_reached(group)
     return kernel_kills() > before
