@@ -115,6 +115,7 @@ class Guard:
         self._app, self._limits, self._who = app, limits, who
         expected = key.encode() if isinstance(key, str) else b""
         self._open = key == ""
+        # In constant time: a comparison that ends early would reveal how much of a guess is right.
         self._admits = (lambda shown: hmac.compare_digest(shown, expected)) if isinstance(key, str) else key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,6 +136,7 @@ class Guard:
         begun = False
 
         async def replay() -> Message:
+            # Behind the body comes only the client's disconnect, which Starlette waits for.
             return waiting.pop() if waiting else await receive()
 
         async def watched(message: Message) -> None:
@@ -145,6 +147,7 @@ class Guard:
         try:
             await self._app(scope, replay, watched)
         except Exception as error:
+            # The status is sent already, and a second answer would end up in the body of the first.
             if begun:
                 raise
             logger.exception("%s %s failed", scope["method"], scope["path"])
@@ -310,6 +313,7 @@ class RequestMetrics:
     @contextmanager
     def holding(self, count: int) -> Iterator[None]:
         """Hold the work of one request while the block runs. Raises Overloaded when it does not fit beside other work."""
+        # A request alone is always admitted: a large one could never be answered otherwise.
         if self._held and self._held + count > self._limit:
             raise Overloaded(f"{self._held} {self._what} are held, limits.held is {self._limit}")
         self._add(count)

@@ -38,6 +38,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, filters: dict[str, Callable[..., Any]], **options: Any) -> None:
         super().__init__(**options)
         self._now = threading.local()
+        # It makes as much text as its argument says, and nothing here would count that.
         self.globals.pop("lipsum")
         self.filters = {name: self._filter(name, function) for name, function in (self.filters | filters).items()}
         # Filters are called directly, without ``call``. Jinja computes a filter of constants once, when it compiles, unless the

@@ -144,6 +144,7 @@ class Renderer:
         disarmed = self._encoder.disarmed
         parts: list[str | ImageSource] = []
         for part in message.parts:
+            # A special token could be split over two texts, each of which looks harmless.
             if isinstance(part, str) and parts and isinstance(parts[-1], str):
                 parts[-1] += part
             else:

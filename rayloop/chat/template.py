@@ -29,12 +29,14 @@ class ChatTemplate:
         others = dict(variables or {})
         time = others.pop(CLOCK, None)
         moment = datetime.now() if time is None else datetime.fromisoformat(str(time))
+        # The options of transformers: other blanks between blocks would be other tokens.
         environment = BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols], filters={"tojson": _tojson}
         )
         environment.globals["raise_exception"] = _raise
         environment.globals[CLOCK] = moment.strftime
         self._environment = environment
+        # Jinja computes constants while it compiles, so that is bounded too.
         environment.bounded()
         try:
             self._template = environment.from_string(source)

@@ -20,6 +20,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     if not file.is_file():
         raise ConfigError(f"{folder} has no tokenizer.json; save it with a fast tokenizer")
     tokenizer = Tokenizer.from_file(str(file))
+    # The file may hold the truncation and padding of its last use.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -34,6 +35,8 @@ class Encoder:
         self.tokenizer = load_tokenizer(folder)
         self._guard = f"\ufdd0{uuid.uuid4().hex}"
         self.special = {t.content: i for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special}
+        # A regular expression takes the first alternative that fits, and one token may begin
+        # another.
         longest_first = sorted(self.special, key=len, reverse=True)
         self.markup = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._guarded = _without(load_tokenizer(folder), self._guard)

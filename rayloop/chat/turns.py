@@ -30,6 +30,7 @@ class Turns:
         self._template, self._special = template, special
         self._mark = f"answer{uuid.uuid4().hex}"
         self._before: dict[tuple[str, str], Chat] = {}
+        # ``_shown`` reads ``typed`` itself, so it is asked with False before the answer is known.
         self.typed = False
         self.typed = not self._shown(self._mark)
         answer = {"role": "assistant", "content": self._mark}

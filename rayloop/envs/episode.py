@@ -79,6 +79,8 @@ class FirstPrompts:
                 return await within(timeout, answer, thread)
         answer = asked()
         thread = start(lambda: settle(answer, lambda: self._renderer.prompt(*shown)))
+        # Before the await: members of a group come together, and must find this rendering.
+        # Before the await: members of a group come together, and must find this rendering.
         self._rendered.append((shown, answer, thread))
         return await within(timeout, answer, thread)
 
@@ -102,6 +104,8 @@ def begun_anew(
     """The context up to the turn ``sampled`` with at most ``room`` images; None when the prompt's alone are more."""
     if len(prompt.images) > room:
         return None
+
+    # Half of the room stays free. With none left, the next image would make it begin again.
     left = (room - len(prompt.images)) // 2
     kept = list[Rendered]()
     for exchange in reversed(exchanges):
@@ -152,6 +156,7 @@ async def play(
         return await _Episode(request, environment, renderer, settings, generate, prompts or FirstPrompts(renderer)).run()
     finally:
         try:
+            # Whatever came of the episode, an environment that does not close must not change it.
             await environment.close(CLOSE_TIMEOUT)
         except Exception as error:
             logger.warning("closing the environment of %s failed: %s", request.task.id, error)
@@ -219,6 +224,7 @@ class _Episode:
         """Sample one turn and let the environment answer it. Returns why the episode ends, None when it goes on."""
         room = self._room()
         completion = await self._sample(index, room)
+        # Only where the episode's limit cut the turn: one that reached its own limit is answered.
         if completion.finish is FinishReason.LENGTH and room <= self.sampling.max_tokens:
             return EndReason.OVER_LENGTH
         try:
@@ -267,6 +273,7 @@ class _Episode:
     async def _observe(self, messages: Sequence[Message], completion: Completion) -> EndReason | None:
         """Append an observation if it fits. What the action made too large, or unusable, is never the engine's or the environment's
         failure: it ends the episode."""
+        # Both checks come before the work of the renderer, which grows with what the action made.
         if sum(len(message.images) for message in messages) > self.settings.max_images:
             return EndReason.MAX_IMAGES
         if _characters(messages) > self.settings.max_tokens * WIDEST:
@@ -342,6 +349,7 @@ class _Episode:
         except EnvironmentFailed as error:
             raise EnvironmentFailed(f"{what}: {error}", error.bug) from error
         except Exception as error:
+            # Only these two run after an action: before it, nothing can be the policy's doing.
             if isinstance(error, PolicyFailure) and method in ("step", "evaluate"):
                 raise
             bug = not isinstance(error, OSError | MemoryError | InfrastructureFailure)

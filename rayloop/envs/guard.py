@@ -7,6 +7,7 @@ import signal
 
 def main(connection: int, lifeline: int) -> None:
     """Serve the socket ``connection`` until the actor, which alone has the other end of the socket ``lifeline``, is gone."""
+    # A program that the environment starts must hold neither open: no end would be noticed.
     for descriptor in (connection, lifeline):
         os.set_inheritable(descriptor, False)
     if os.fork() == 0:

@@ -139,6 +139,7 @@ class _ForkServer:
     def __init__(self, python: str, preload: tuple[str, ...]) -> None:
         """Start it. Raises EnvironmentFailed."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # Requests are sent from the event loop, which must not wait for this process.
         self._control.setblocking(False)
         line, variables = [python, HOST, *preload], _passed()
         with tempfile.TemporaryFile() as errors, theirs:
@@ -179,6 +180,8 @@ class _ForkServer:
         except ConnectionError as error:
             raise EnvironmentFailed(f"the process that runs the agent ended: {error}") from error
         finally:
+            # The other side ends the agent when the connection closes, also after a cancellation.
+            # The other side ends the agent when the connection closes, also after a cancellation.
             writer.close()
         raise EnvironmentFailed("the process that runs the agent ended without a word")
 

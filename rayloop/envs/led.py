@@ -83,6 +83,7 @@ async def _led(environment: Leading, request: RolloutRequest, session: Session, 
             raise session.failed.result()
         return await agent
     finally:
+        # Its process must have ended before the episode is over. A late error says nothing new.
         agent.cancel()
         await asyncio.gather(agent, return_exceptions=True)
 

@@ -44,6 +44,7 @@ class WorkerProcess:
         EnvironmentFailed when the process has ended."""
         try:
             content = pickle.dumps(arguments)
+            # The channel's own deadline passes first, and so frees the thread.
             answer, [packed] = await in_thread(self._channel.ask, op, timeout, [content], timeout=timeout + DYING)
             return answer["succeeded"], pickle.loads(packed)
         except TimeoutError as error:
@@ -53,6 +54,7 @@ class WorkerProcess:
             self.kill()
             raise EnvironmentFailed(await self._end()) from error
         except BaseException:
+            # The answer to a cancelled call would still come, and meet the next one.
             self.kill()
             raise
 
@@ -74,6 +76,7 @@ class WorkerProcess:
         self._lifeline.close()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+        # In a thread, since the event loop must not wait until it has died.
         start(self._reap)
 
     def _reap(self) -> None:
@@ -154,6 +157,7 @@ class InProcess:
         if worker is None:
             raise EnvironmentFailed("its process is gone")
         succeeded, value = await worker.ask(op, timeout, *arguments)
+        # Only after an answer: a call that failed or was cancelled has killed the process.
         self._worker = worker
         if succeeded:
             return value

@@ -73,6 +73,8 @@ class LocalSandbox(SandboxKind):
             inside = (self.memory + 3 * self.files + 64) << 20  # with what lies in /tmp and /dev/shm, and bubblewrap's own
             with memory.bounded(inside) as group:
                 if group:
+                    # The shell joins the cgroup first: then bubblewrap and all below it are
+                    # counted.
                     line = ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"', group, *line]
                 return _called(line, given, seconds, self.most, self.memory << 20, (filters.fileno(),))
 
@@ -149,6 +151,7 @@ class _Sandbox:
 
     def exec(self, command: Sequence[str], *, stdin: bytes = b"", timeout: float, most: int = OUTPUT) -> ProgramResult:
         """Each program runs in a new place. The last one's files, a tar that only the sandbox reads, come before its input."""
+        # One program at a time: each begins with the files of the one before.
         with self._lock:
             script = f"""exec 2> /dev/null; {PLACE}
 dd bs={BLOCK} count={len(self._files) // BLOCK} iflag=fullblock | tar -xf -; echo begun

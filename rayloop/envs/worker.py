@@ -39,6 +39,7 @@ class _Host:
                 self._call = header["call"]
                 self._put(header["op"], *pickle.loads(packed))
         except BaseException as error:
+            # An OSError is the end of the actor: nobody is left who would read it.
             if not isinstance(error, OSError):
                 print(f"rayloop: the process of an environment ends: {own_frames(error)}", flush=True)
             os.killpg(0, signal.SIGKILL)
@@ -86,6 +87,7 @@ def _portable(error: BaseException) -> BaseException:
     """The error with its traceback as a note; another one of its words when it cannot be pickled."""
     trace = own_frames(error)
     try:
+        # Pickle calls a class with ``args`` alone: one that needs more is written, but not read.
         copied: BaseException = pickle.loads(pickle.dumps(error))
     except Exception:
         copied = RuntimeError(f"{type(error).__name__}: {error}")

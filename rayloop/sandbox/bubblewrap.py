@@ -16,6 +16,7 @@ from typing import Literal
 
 USERS = range(61184, 65520)
 """What systemd keeps for users without a name; below 65,536, so that a rootless container has them too."""
+# Processes begin at different numbers, so that few of them try the same one first.
 _next = itertools.count(os.getpid() * 61)
 
 
@@ -59,6 +60,7 @@ def free_user() -> User:
         try:
             lock.bind(f"\0sandbox-user-{number}")
         except OSError:
+            # The name is bound: another process has claimed this user.
             lock.close()
             continue
         return User(number, lock)
@@ -118,6 +120,8 @@ def command(
         line += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         line += ["--unshare-user"]
+
+    # bwrap applies its options in order: a folder must be made before something is bound below it.
     line += ["--perms", "0755", "--dir", "/usr"]
     for path in filter(os.path.isdir, OF_USR):
         line += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
@@ -133,10 +137,13 @@ def command(
         line += [*_parents(inside), "--bind", here, inside]
     for name, value in {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/tmp", **(environment or {})}.items():
         line += ["--setenv", name, value]
+
+    # The root becomes read-only last: every mount above needs a folder that is made in it.
     line += ["--chdir", "/tmp", *options, "--remount-ro", "/"]
     if beside is None:
         return [*line, *_as_user(uid), *program]
     _found(beside[1])
+    # ``exec`` keeps the shell's process id, so the first program is a child of ``program`` itself.
     first, then = shlex.join([*_as_user(beside[1]), *beside[0]]), shlex.join([*_as_user(uid), *program])
     return [*line, "/bin/sh", "-c", f"{first} & export BESIDE=$!; exec {then}"]
 

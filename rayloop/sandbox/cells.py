@@ -31,6 +31,7 @@ class Printed(io.TextIOBase):
     """stdout and stderr of one call: the first ``MOST_TEXT`` characters, none of threads that an earlier call left behind."""
 
     def __init__(self) -> None:
+        # Code of a cell that replaces the module's function leaves this reference as it is.
         self._own_ident = threading.get_ident
         self.begin()
 
@@ -83,6 +84,7 @@ class Video:
             raise IndexError(f"frame {index} of {self._length}")
         index %= self._length
         if self._animated:
+            # PIL decodes every frame into the same image: without a copy the next seek changes it.
             self._animated.seek(index)
         shown = self._animated.copy() if self._animated else self._open(index)
         return importlib.import_module("numpy").asarray(rgb(shown)).view(_frame_type())
@@ -140,13 +142,17 @@ class Cells:
         self._printed.begin()
         sys.stdout = sys.stderr = self._printed
         code, started, error = asked["code"], time.perf_counter(), None
+
+        # A traceback can show a line of the cell only when linecache has it: there is no such file.
         linecache.cache[CELL] = (len(code), None, code.splitlines(keepends=True), CELL)
         try:
             exec(compile(code, CELL, "exec"), self._space)
             self._show()
         except BaseException as raised:
+            # SystemExit and KeyboardInterrupt of the code are results too: the interpreter goes on.
             error = _described(raised)
             if (plt := sys.modules.get("matplotlib.pyplot")) is not None:
+                # A figure that is left open would be shown by the next cell.
                 plt.close("all")
         sys.stdout = sys.stderr = self._printed
         took = time.perf_counter() - started

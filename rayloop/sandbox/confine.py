@@ -26,6 +26,8 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     os.setsid()
+
+    # The fork server's control socket must not reach the code.
     connection = _only(connection)
     if level == Level.NAMESPACES:
         folder = _nothing_of_this_machine(settings["scratch"], settings["read"])
@@ -33,6 +35,8 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
         os.mkdir(folder, 0o700)
         if user is not None:
             os.chown(folder, user, user)
+
+    # Before the change of user, after which this process's files in /proc belong to root.
     kernel.first_to_go()
     if user is not None:
         hidden = level == Level.FILTERED and not all(f.stat().st_mode & 1 for path in settings["read"] for f in Path(path).parents)
@@ -43,7 +47,12 @@ def confine(settings: dict[str, Any], connection: socket.socket, folder: str, us
     os.umask(0o077)
     os.environ.update(HOME=folder, TMPDIR=folder)
     tempfile.tempdir = folder
+
+    # The kernel counts threads by user and user namespace: before both are final the limit would
+    # count those of the run.
     _limit(settings, alone=level == Level.NAMESPACES or user is not None)
+
+    # Last, since the filter also refuses the calls of Landlock and of the limits above.
     if level != Level.PROCESS:
         if kernel.landlock_version() or level == Level.FILTERED:
             kernel.restrict([*settings["read"], *_DEVICES], [folder] if writing else [])
@@ -60,6 +69,7 @@ def _only(connection: socket.socket) -> socket.socket:
         os.dup2(connection.fileno(), CONNECTION)
         connection.detach()
         connection = socket.socket(fileno=CONNECTION)
+    # A forked process has every descriptor of its parent; close-on-exec helps only a new program.
     os.closerange(CONNECTION + 1, 1 << 16)
     return connection
 
@@ -69,17 +79,24 @@ def _nothing_of_this_machine(scratch: int, read: list[str]) -> str:
     kernel.enter_user_namespace(_INSIDE_USER)  # so that the limit of threads counts this interpreter alone
     kernel.unshare(kernel.NEW_MOUNTS, kernel.NEW_IPC)
     kernel.first_to_go()  # while there is a /proc
+
+    # A shared mount would show the mounts below to the fork server too.
     kernel.mount("none", "/", kernel.RECURSIVE | kernel.PRIVATE)
     plain = kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_PROGRAMS
+
+    # The new /tmp hides a Python that is installed below it; a descriptor still reaches its files.
     kept = {path: os.open(path, os.O_PATH) for path in read if path.startswith("/tmp/") and os.path.exists(path)}
     kernel.mount("tmpfs", "/tmp", plain, f"size={scratch},nr_inodes=512,mode=700")
     for path, opened in kept.items():
         folder = path if os.path.isdir(f"/proc/self/fd/{opened}") else os.path.dirname(path)
         os.makedirs(folder, exist_ok=True)
         if folder != path:
+            # A file can be bound only over a file.
             os.close(os.open(path, os.O_CREAT))
         kernel.mount(f"/proc/self/fd/{opened}", path, kernel.BIND)
         os.close(opened)
+
+    # bwrap masks parts of /proc, and then the kernel allows no fresh one: an empty folder hides it.
     for place in ("/dev/shm", "/proc"):
         kernel.mount("tmpfs", place, plain | kernel.READ_ONLY, _EMPTY)
     kernel.drop_capabilities()
@@ -100,6 +117,7 @@ def _limit(settings: dict[str, Any], alone: bool) -> None:
     if alone:
         limits[resource.RLIMIT_NPROC] = max(settings["threads"], 1)
     for which, value in limits.items():
+        # Code could raise a soft limit again, so the hard one is set as well.
         hard = resource.getrlimit(which)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(which, (value, value))

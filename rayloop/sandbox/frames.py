@@ -51,6 +51,7 @@ class Refused(Exception):
 def send(connection: socket.socket, header: Header, blobs: Sequence[bytes] = (), until: float | None = None) -> None:
     """``until``: on the monotonic clock. Raises OSError (TimeoutError among them)."""
     text = json.dumps({**header, "blobs": [len(blob) for blob in blobs]}).encode()
+    # Once is enough: Python counts a socket's timeout over all of ``sendall``.
     _wait(connection, until)
     connection.sendall(_LENGTH.pack(len(text)) + text + b"".join(blobs))
 
@@ -63,6 +64,7 @@ def receive(connection: socket.socket, until: float | None, most: Bounds) -> tup
     try:
         header = json.loads(_exactly(connection, length, until))
         sizes = header["blobs"]
+        # ``isinstance`` would take true and false for numbers.
         fine = type(sizes) is list and len(sizes) <= most.blobs and all(type(size) is int and size >= 0 for size in sizes)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Malformed(f"no header: {type(error).__name__}") from None
@@ -91,6 +93,8 @@ class Channel:
             raise
         except OSError as error:
             raise ConnectionError(str(error)) from error
+
+        # Code in an interpreter can write to its connection, and so answer calls that nobody made.
         if header.get("call") != self._calls:
             raise Malformed(f"the answer of another call to call {self._calls}")
         if "refused" not in header:
@@ -118,6 +122,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket; a call that waits in another thread then raises ConnectionError."""
+        # ``close`` alone does not wake a thread that waits in ``recv``.
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -131,6 +136,7 @@ def arguments(header: Header) -> dict[str, Any]:
 def _exactly(connection: socket.socket, size: int, until: float | None) -> bytes:
     got = bytearray()  # not a list of parts, of which each would take fifty bytes more
     while len(got) < size:
+        # The time left shrinks with every part; ``recv`` counts its timeout for one part.
         _wait(connection, until)
         part = connection.recv(min(size - len(got), _CHUNK))
         if not part:

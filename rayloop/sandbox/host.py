@@ -84,6 +84,7 @@ class Interpreter:
         gone = bool(_ready(self._pidfd, _END))
         os.close(self._pidfd)
         self._channel.close()
+        # A process that has not ended still has this user number: nobody else may get it.
         if self._user is not None and gone:
             self._user.close()
 
@@ -198,6 +199,7 @@ class Sandbox:
                 if self._closed:
                     break
             try:
+                # Outside the lock: a start takes seconds, and callers must be able to give up.
                 new = self._spawn()
             except (SandboxFailed, OSError) as error:
                 self._drop()
@@ -229,6 +231,8 @@ class Sandbox:
         with self._changed:
             spares = list(self._spares)
             self._spares.clear()
+
+        # Outside the lock, since each waits until its process has ended.
         for spare in spares:
             spare.close()
         if self._server is not None:
@@ -242,6 +246,7 @@ class _Server:
     def __init__(self, level: Level, options: Options) -> None:
         """Raises SandboxFailed with what the kernel, or an import, refused."""
         self._level, self._folder = level, ""
+        # This kind of socket keeps the borders of messages: one ``recv`` is one message.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._user = bubblewrap.free_user() if level == Level.NAMESPACES and os.geteuid() == 0 else None
         python = bubblewrap.python_folders()
@@ -251,9 +256,11 @@ class _Server:
         settings |= {"read": [*python, *_OWN, *system], "folder": "/tmp"}
         if level != Level.NAMESPACES:
             settings["folder"] = self._folder = tempfile.mkdtemp(prefix="sandbox-")
+            # mkdtemp admits its owner alone; an interpreter of another user must get through.
             os.chmod(self._folder, 0o711)
         line = [sys.executable, "-I", "-B", "-c", _BEGIN, str(_ROOT), json.dumps(settings)]
         variables = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
+        # Not a pipe: nobody reads it after the start, and a full one would stop the server.
         with tempfile.TemporaryFile() as errors:
             try:
                 if level == Level.NAMESPACES:
@@ -270,6 +277,7 @@ class _Server:
                 self._forget()
                 raise SandboxFailed(f"{level}: {error}") from error
             finally:
+                # With a copy left here, ``recv`` would not notice that the server has ended.
                 theirs.close()
             self._control = ours
             self._first_word(errors)

@@ -56,6 +56,7 @@ def die_with_parent(parent: int | None) -> None:
     """SIGKILL when the thread that forked this process ends. A change of user cancels that: call again after one. ``parent``: the
     parent's pid, None where it has none in this namespace. Ends at once when the parent is gone already."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
+    # The kernel sends nothing for a parent that ended before prctl was called.
     if parent is not None and os.getppid() != parent:
         os._exit(1)
 
@@ -75,6 +76,7 @@ def enter_user_namespace(inside: int) -> None:
     user, group = os.geteuid(), os.getegid()
     libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # after a change of user /proc/self would belong to root
     check(libc.unshare(NEW_USER), "userns")
+    # Without privileges the kernel takes a gid_map only after setgroups is denied.
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {user} 1"), ("gid_map", f"{inside} {group} 1")):
         try:
             with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
@@ -93,16 +95,20 @@ def become(user: int, keep_read: bool = False) -> None:
     """Be ``user`` for good. ``keep_read``: with the one privilege of reading what its owner alone may (CAP_DAC_READ_SEARCH)."""
     if keep_read:
         prctl(_PR_SET_KEEPCAPS, 1, "keepcaps")
+    # The user comes last: without root's privileges the groups could not be changed.
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
     if keep_read:
+        # The change of user empties the effective set; keepcaps saves the permitted one alone.
         set_capabilities(1 << CAP_DAC_READ_SEARCH)
 
 
 def drop_capabilities() -> None:
     """Give up every capability, for programs that are started too."""
+    # The bounding set first: to change it takes a capability that the last line gives up.
     for capability in range(64):
+        # A number beyond the kernel's last capability is refused.
         if libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
     set_capabilities(0)
@@ -139,6 +145,7 @@ def restrict(read: Iterable[str], write: Iterable[str] = ()) -> None:
     if not known:
         raise OSError("Landlock is not in this kernel")
     handled = (1 << _HANDLED[min(known, 5)]) - 1
+    # A kernel refuses fields that it does not know, so it gets only those of its version.
     parts = [handled, *([3] if known >= 4 else []), *([3] if known >= 6 else [])]
     attributes = struct.pack(f"{len(parts)}Q", *parts)
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
@@ -146,6 +153,8 @@ def restrict(read: Iterable[str], write: Iterable[str] = ()) -> None:
     for paths, rights in ((read, _READING), (write, _WRITING)):
         for path in paths:
             _allow(rules, path, rights & handled)
+
+    # Without it the kernel lets only an administrator restrict a process.
     no_new_privileges()
     check(libc.syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
     os.close(rules)
@@ -156,6 +165,8 @@ def _allow(rules: int, path: str, rights: int) -> None:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
         return  # what is not there needs no rule
+
+    # The kernel refuses a rule that gives a file the rights of folders.
     rights = rights if os.path.isdir(path) else rights & _OF_FILES
     rule = struct.pack("=Qi", rights, place)
     check(libc.syscall(_ADD_RULE, rules, 1, ctypes.create_string_buffer(rule, len(rule)), 0), "landlock_add_rule")

@@ -69,6 +69,7 @@ def attack(level: Level) -> tuple[str, ...]:
     os.chmod(folder, 0o755)
     bait = Path(folder) / "file"
     bait.write_text("bait", encoding="utf-8")
+    # Everybody may change it: then an attack cannot fail for the file's permissions alone.
     bait.chmod(0o666)
     sandbox = Sandbox(level, Options(preload=("subprocess", "socket", "ctypes"), spares=1))
     try:
@@ -84,6 +85,7 @@ def _held(sandbox: Sandbox, code: str) -> bool:
     try:
         return interpreter.run(code, _SECONDS).error is not None
     except CodeDeadline:
+        # It still runs, so nothing refused it. This error is a CodeFailed too, so it comes first.
         return False
     except CodeFailed:
         return True

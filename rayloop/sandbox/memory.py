@@ -25,6 +25,7 @@ _LIMITS = (("memory.max", "memory.swap.max"), ("memory.limit_in_bytes", "memory.
 def tree(root: int) -> list[int]:
     """The process and its descendants, parents first; empty when it has ended."""
     found = [root] if os.path.exists(f"/proc/{root}") else []
+    # The list grows while it is walked, so children of children are found too.
     for pid in found:
         found += children(pid)
     return found
@@ -42,6 +43,7 @@ def children(pid: int) -> list[int]:
 def lives(pid: int) -> bool:
     """Whether the process, or a thread of it, still runs. One that has ended stays in /proc until its parent asks for its code."""
     with suppress(OSError), open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        # A program's name, in parentheses before the state, may hold blanks and parentheses itself.
         state = file.read().rpartition(") ")[2][:1]
         return state not in ("Z", "X") or len(_threads(pid)) > 1
     return False
@@ -148,6 +150,7 @@ def _nameless(pid: int, seen: set[tuple[int, int]]) -> int:
                 path = f"/proc/{pid}/fd/{name}"
                 found = os.stat(path)
                 mark = found.st_dev, found.st_ino
+                # A file on disk that was deleted while open has no link either: the path decides.
                 nameless = stat.S_ISREG(found.st_mode) and not found.st_nlink
                 if nameless and mark not in seen and os.readlink(path).startswith("/memfd:"):
                     seen.add(mark)
@@ -180,6 +183,7 @@ def _cgroup(limit: int) -> str:
         except OSError:  # no memory controller for its children
             os.rmdir(folder)
             continue
+        # A kernel that does not account for swap lacks this file.
         with suppress(OSError):
             _write(f"{folder}/{swapped}", limit if controllers else 0)
         return folder

@@ -11,6 +11,7 @@ def rgb(image: Any) -> Any:
     """An opened PIL image as RGB, EXIF orientation applied. Grey values of 16 bits are divided by 257, and a white page is put
     behind what is transparent, as qwen-vl-utils and vLLM do. Raises ValueError for pixels of 32 bits, whose range no file says,
     and OSError and others for a broken file, as PIL does."""
+    # Before the pixels are loaded: PIL then forgets how the file stored them.
     _scale_transparent_colour(image)
     importlib.import_module("PIL.ImageOps").exif_transpose(image, in_place=True)
     image.load()

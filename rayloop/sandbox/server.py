@@ -33,12 +33,15 @@ def main(text: str) -> NoReturn:
             home = _own_pids(control)
         kernel.adopt_orphans()
         _load(settings)
+        # A fork has the calling thread alone: a lock of another one would stay locked in it.
         tasks = len(os.listdir("/proc/self/task"))
         if tasks != 1:
             raise RuntimeError(f"{tasks} threads before the first fork; a module of preload starts some")
     except BaseException as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
+
+    # A collection in a fork would write to every object, and so copy all shared pages.
     gc.collect()
     gc.freeze()
     control.send(json.dumps({"ready": True}).encode())
@@ -49,7 +52,9 @@ def _own_pids(control: socket.socket) -> int:
     """Go on as process 1 of a new pid namespace, and return its descriptor, to come back from another one. Raises OSError."""
     kernel.enter_user_namespace(0)
     kernel.unshare(kernel.NEW_MOUNTS, kernel.NEW_PID)
+    # A process keeps its own pid namespace: only its children are in the new one.
     if os.fork():
+        # The host notices the server's end only when no process holds the socket.
         control.close()
         os._exit(os.waitstatus_to_exitcode(os.wait()[1]) & 255)
     kernel.die_with_parent(None)
@@ -58,6 +63,7 @@ def _own_pids(control: socket.socket) -> int:
 
 def _load(settings: dict[str, Any]) -> None:
     """The modules, and what a first picture needs, so that interpreters share it. Raises ImportError."""
+    # Before any import: OpenBLAS starts its threads when it is loaded.
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"), MPLBACKEND="Agg")
     cache = os.path.join(settings["folder"], "matplotlib")  # must be writable, else the list of fonts is made again
     if settings["fonts"]:
@@ -117,6 +123,7 @@ class ForkServer:
         if pid == 0:
             self._become(theirs, folder, request["user"])
         if self._home is not None:
+            # The server goes back, so that the next interpreter gets a namespace of its own.
             kernel.set_namespace(self._home, kernel.NEW_PID)
         self._children[pid] = folder
         handle = kernel.pidfd(pid)

@@ -83,6 +83,7 @@ class Histories:
         known = replace(conversation, key=key, messages=conversation.messages + 1, name=name)
         self._by_name.put(name, known)
         self._by_key.put(key, name)
+        # By the messages without the answer: so ``_why`` can say which answer a client changed.
         self._by_key.put(b"after" + conversation.key, name)
         return known
 

@@ -87,6 +87,7 @@ class McpTools(ToolCalls):
 
         try:
             portal = self._open.enter_context(start_blocking_portal())
+            # The stack unwinds backwards: first servers end, then calls that wait, then the portal.
             self._open.callback(portal.call, portal.stop, True)  # calls that wait are cancelled
             offered = self._open.enter_context(portal.wrap_async_context_manager(_offered(self._mcp)))
         except InfrastructureFailure:

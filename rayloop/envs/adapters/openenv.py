@@ -72,6 +72,7 @@ class OpenEnv(RewardedSteps):
 
         s = self._settings
         address = f"ws{s.url.removeprefix('ws').removeprefix('http').rstrip('/')}/ws"
+        # websockets obeys HTTPS_PROXY and the like, and no proxy reaches this machine's loopback.
         proxy = None if urlsplit(s.url).hostname in LOCAL else True
         try:
             connection = connect(address, open_timeout=s.message_timeout, max_size=BYTES, proxy=proxy)

@@ -49,6 +49,7 @@ def play(
             try:
                 observed, reward, terminated, truncated, info = browser.step(said)
             except TimeoutError:  # the page that the action has led to does not answer
+                # Before ``Error``, of which Playwright's TimeoutError is a kind.
                 raise RuntimeError(f"the page did not answer within {TIMEOUT / 1000:g} s after an action") from None
             except Error as error:  # an action's own errors are in ``observed``
                 raise ConnectionError(f"the browser: {error}") from error

@@ -94,6 +94,7 @@ class Endpoint:
             async with asyncio.timeout(READY):
                 while not self._server.started:
                     if self._serving.done():
+                        # A server that has ended never gets ``started``: this raises why it ended.
                         await self._serving
                     await asyncio.sleep(0.005)
 

@@ -91,6 +91,7 @@ def main(*modules: str) -> None:
 
 def _host(alone: bool) -> None:
     """Run one agent, and send ``{"end", "code", "result", "raised", "broken", "output", "alone"}``."""
+    # The parent ignores SIGCHLD; with that inherited, ``wait`` would return no exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     with open(0, "rb", buffering=0, closefd=False) as connection:
@@ -110,12 +111,14 @@ def _host(alone: bool) -> None:
         asked["ours"] = output, returned, status, ours.fileno()
         namespaces = (ALONE | NO_NETWORK * inside) * alone
         first = _started(lambda: _keep(asked, written, returns, reports, theirs if inside else None), namespaces)
+        # A pipe reports its end only after every copy of its writing end is closed.
         for descriptor in (written, returns, reports, theirs.detach()):
             os.close(descriptor)
         if inside and asked["address"]:
             threading.Thread(target=_relay, args=(ours, _port(asked)), daemon=True).start()
         group = os.path.dirname(asked["group"])
         found = _watch(first, output, asked["limits"], alone, group)
+        # A cgroup can be removed only after its processes have ended.
         _kill()
         found["end"] = found["end"] or _killed_at_its_limit(asked["limits"], group)
         short = memory.machine_was_short(group, killed_before)
@@ -198,6 +201,7 @@ def _relay(passed: socket.socket, port: int) -> None:
     _, descriptors, _, _ = socket.recv_fds(passed, 1, 1)
     free = threading.Semaphore(CONNECTIONS)
     with socket.socket(fileno=descriptors[0]) as listening:
+        # An agent that opens more connections waits in the backlog, and starts no further threads.
         while free.acquire():
             agent, _ = listening.accept()
             threading.Thread(target=_connect, args=(agent, port, free), daemon=True).start()
@@ -206,6 +210,7 @@ def _relay(passed: socket.socket, port: int) -> None:
 def _connect(agent: socket.socket, port: int, free: threading.Semaphore) -> None:
     """Pass on what each side of a connection says, until one closes it."""
     with agent, suppress(OSError), socket.create_connection(("127.0.0.1", port)) as policy:
+        # Nagle's algorithm would hold a small message back until the one before is acknowledged.
         for one in (agent, policy):
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         back = threading.Thread(target=_pass_on, args=(policy, agent), daemon=True)
@@ -219,6 +224,7 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
     with suppress(OSError):
         while piece := source.recv(PIECE):
             target.sendall(piece)
+    # The other direction stays open: a client that has sent its request awaits the answer.
     for one, end in ((target, socket.SHUT_WR), (source, socket.SHUT_RD)):
         with suppress(OSError):
             one.shutdown(end)
@@ -231,6 +237,7 @@ def _keep(asked: Mapping[str, Any], written: int, returns: int, reports: int, pa
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
+    # The fork has the host's ends of the pipes too, which the agent must not get.
     for descriptor in (nothing, *asked["ours"]):
         os.close(descriptor)
     most = int(asked["limits"]["memory_mb"]) << 20
@@ -256,6 +263,7 @@ def _keep(asked: Mapping[str, Any], written: int, returns: int, reports: int, pa
     os.close(written)
     os.close(returns)
     while True:
+        # Orphans of the agent end here as well, since this process adopts them.
         pid, status = os.wait()
         if pid == agent:
             os.write(reports, str(status).encode())
@@ -299,6 +307,8 @@ def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool, grou
             next_look = time.monotonic() + LOOK
         if end or ended in ready:
             break
+
+    # The agent may have written something between the last look and its end.
     while output in open_ends and select.select([output], [], [], 0)[0] and (chunk := os.read(output, 1 << 16)):
         tail = (tail + chunk)[-TAIL:]
     return {"end": end, "output": tail.decode(errors="replace")}
@@ -332,10 +342,12 @@ def _killed_at_its_limit(limits: Mapping[str, float], group: str) -> str:
 
 def _kill() -> None:
     """Kill all descendants, until none is left."""
+    # A process may fork while the others are killed, so one round is not enough.
     while left := memory.tree(os.getpid())[1:]:
         for one in left:
             with suppress(ProcessLookupError):
                 os.kill(one, signal.SIGKILL)
+        # A process that is not waited for stays in /proc, and would be found in each round.
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -377,6 +389,7 @@ def _become(asked: Mapping[str, Any], written: int, returns: int) -> None:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+        # An ordinary exit would run what the fork server, whose copy this is, has registered.
         os._exit(code)
 
 

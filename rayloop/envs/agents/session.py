@@ -58,6 +58,7 @@ class Session:
         task = asyncio.ensure_future(self._chat(asked))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        # ``wait`` hides the task's cancellation, so ``close`` does not cancel the request.
         await asyncio.wait({task})
         if task.cancelled():
             raise DataFailure("session", "the episode is over")
@@ -109,6 +110,8 @@ class Session:
             if self._answered and isinstance(error, ImageRefused | DeadlineExceeded):  # of what an answer has led to
                 raise self._over(EndReason.ACTION_ERROR, str(error)) from error
             raise
+
+        # The seed depends on what is asked, since an agent's requests may come in any order.
         digest = hashlib.sha256(repr((conversation.token_ids, [i.ref.sha256 for i in conversation.images])).encode()).hexdigest()
         seed = derive(self._request.seed, "chat", digest, self._seen[digest])
         self._seen[digest] += 1

@@ -65,6 +65,7 @@ class Chromium:
         if look_again or not self._renderers:
             self._renderers = {pid: processes.renders(pid) for pid in processes.tree(self.pid)}
         for pid, renders in self._renderers.items():
+            # The list may be seconds old and a process id taken again: look before the kill.
             if renders and beyond(self._settings.page_memory * MIB, [pid]) and processes.renders(pid):
                 self._ended_for_memory = time.monotonic()
                 _kill(pid)
@@ -100,6 +101,7 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) 
     """Raises EnvironmentFailed when it is not there within ``launch_timeout``, with what it said."""
     program, mark = Program(settings, held), f"--rayloop-browser={uuid.uuid4().hex}"
     try:
+        # Playwright's own deadline comes first, since its error has what the browser said.
         async with asyncio.timeout(settings.launch_timeout + 1):
             browser = await playwright.chromium.launch(
                 executable_path=program.path,
@@ -107,11 +109,13 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) 
                 chromium_sandbox=held.own,
                 timeout=settings.launch_timeout * 1000,
                 artifacts_dir=NOWHERE,
+                # The run decides what a signal ends; Playwright would close the browser at once.
                 handle_sigint=False,
                 handle_sigterm=False,
                 handle_sighup=False,
             )
     except Exception as error:
+        # Playwright may have started it before it gave up; only the mark finds its process.
         if (pid := processes.marked(os.getpid(), mark)) is not None:
             _kill(pid)
         program.close()

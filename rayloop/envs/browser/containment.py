@@ -101,6 +101,7 @@ class Program:
         limit = f"ulimit -d {(BASE + 2 * settings.page_memory) * 1024}"
         os.write(self._file, f'#!/bin/sh\n{limit}\nexec {shlex.join(line)} "$@"\n'.encode())
         os.fchmod(self._file, 0o700)
+        # Playwright's driver starts the file, and has other descriptors than this process.
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ class Host:
         try:
             return asked.result(seconds + MARGIN)
         except (TimeoutError, CancelledError) as error:
+            # The coroutine would go on in the other thread, and hold its page.
             asked.cancel()
             raise EnvironmentFailed(f"the browser gave no answer within {seconds + MARGIN:g} s") from error
 
@@ -64,11 +65,14 @@ class Host:
 
     async def open(self, size: Size, files: Files) -> Tab:
         """An empty page, in the browser that has room, or a new one. Raises EnvironmentFailed."""
+        # Episodes that begin together would each find no room, and each launch a browser.
+        # Episodes that begin together would each find no room, and each launch a browser.
         async with self._one_at_a_time:
             if not any(browser.has_room for browser in self.browsers) and self._parked:
                 await self.close_tab(self._parked.pop(0))
             found = next((browser for browser in self.browsers if browser.has_room), None) or await self._launch()
             found.took_one()
+        # Outside the lock: the place is taken, and pages may be opened at the same time.
         return await open_tab(found, self.settings, size, files)
 
     async def park(self, tab: Tab) -> None:
@@ -84,6 +88,7 @@ class Host:
         if found is None and self._parked and not any(browser.has_room for browser in self.browsers):
             found = next((tab for tab in self._parked if tab.size == size), None)
         if found is not None:
+            # Nothing was awaited since the search, so no other episode can have taken this page.
             self._parked.remove(found)
             if found.chromium.retired or not found.chromium.alive:
                 await self.close_tab(found)
@@ -119,6 +124,7 @@ class Host:
             raise EnvironmentFailed(f"Playwright's driver did not start: {type(error).__name__}: {error}") from error
 
     async def _stop_driver(self) -> None:
+        # Before the await, so that nobody else stops or uses this driver.
         driver, self._driver = self._driver, None
         if driver is not None:
             with suppress(Exception):
@@ -133,6 +139,7 @@ class Host:
     async def _sweep(self) -> None:
         """End browsers that take no more episodes, and have none, or are gone."""
         left = [tab for tab in self._parked if tab.chromium.retired or not tab.chromium.alive]
+        # Out of the list before the first await: another sweep must not close the same pages.
         self._parked = [tab for tab in self._parked if tab not in left]
         for tab in left:
             await tab.close()
@@ -145,6 +152,7 @@ class Host:
         turn = 0
         while True:
             for browser in self.browsers:
+                # The walk reads a file of every thread, so it is not taken in every round.
                 browser.watch(look_again=turn % 4 == 0)
             turn += 1
             await asyncio.sleep(WATCH)

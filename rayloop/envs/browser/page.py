@@ -80,6 +80,8 @@ class PageEnvironment(ScreenEnvironment):
             placed.append(self._settings.pointing.on(action, self.size.width, self.size.height))
         assert self._tab is not None
         assert self._host is not None
+
+        # It stays False when the call raises: such a page is closed, and never parked.
         self._sound = False
         try:
             longest = 2 * self._settings.browser.action_timeout + self.SETTLE + sum(map(pause, placed))  # the page's own deadlines

@@ -53,6 +53,7 @@ class Files:
             path = os.path.join(path, "index.html")
         if not Path(path).is_relative_to(root) or not os.path.isfile(path) or os.path.getsize(path) > LARGEST:
             return None
+        # The time of the last change is part of the cache's key: an edited file is read again.
         return _content(path, os.stat(path).st_mtime_ns), mimetypes.guess_type(path)[0] or "text/plain"
 
 
@@ -194,6 +195,7 @@ class Tab:
     async def route(self, route: Any) -> None:
         """Answer a request of the page from the files; refuse and count all others."""
         url, served = route.request.url, self._files.serves(route.request.url)
+        # Counted before the answer and after it: while they differ, a file is on its way.
         self._requests += served
         with suppress(Exception):  # the page is gone, or on its way to another one
             if self._files.passes(url):
@@ -220,6 +222,7 @@ class Tab:
             if not self._files.passes(url):
                 break
             if route.request.resource_type == "document":  # so that the page knows its own address
+                # An address with "</script>" would end the script that it is written into.
                 to = json.dumps(url).replace("<", "\\u003c")
                 return await route.fulfill(content_type="text/html", body=f"<script>location.replace({to})</script>")
             options = {"url": url, "method": "GET"}
@@ -232,6 +235,7 @@ class Tab:
         for _ in range(LOOKS):
             answers = self._answers
             taken, value = await asyncio.gather(self._ask("Page.captureScreenshot", shot), self._evaluate(expression))
+            # No file was on its way when the screenshot began, and none came while it was taken.
             if answers == self._answers == self._requests:
                 break
             await asyncio.sleep(BLINK)
@@ -286,6 +290,7 @@ class Tab:
         finally:
             crashed.cancel()
             task.cancel()
+            # The page is not free before the cancelled work has unwound.
             await asyncio.wait({task})
 
     def _broken(self, error: BaseException | None, what: str) -> Exception:
@@ -322,6 +327,7 @@ async def open_tab(chromium: Chromium, settings: BrowserSettings, size: Size, fi
             )
             page = await context.new_page()
             tab = Tab(chromium, context, page, await context.new_cdp_session(page), settings, size)
+            # Before any page is loaded: its dialogs and windows would get through otherwise.
             tab.listen(files)
             await context.route("**/*", tab.route)
             return tab

@@ -168,6 +168,7 @@ class Desktop:
     def close(self) -> None:
         """End it. Whatever runs in it is gone with the first process of its namespace. May be called again."""
         self._channel.close()
+        # Found before the kill: a process whose parent has ended is no longer below it.
         driver = processes.tree(self._process.pid)[1:2]  # which gets no signal when root's bwrap ends
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
@@ -184,6 +185,7 @@ class Desktop:
         uid = users[0] if users else os.geteuid()
         limits = self._limits
         reading, writing = os.pipe()
+        # A pipe holds a line, so this returns before bwrap reads it.
         with open(writing, "w", encoding="utf-8") as passwd:
             passwd.write(f"user:x:{uid}:{uid}:user:{HOME}:/bin/bash\n")
         display, written = os.pipe()

@@ -193,7 +193,9 @@ class Machines:
 def _claimed(file: Path) -> IO[str] | None:
     lock = open(file, "a", encoding="utf-8")  # noqa: SIM115
     with suppress(OSError):
+        # The kernel gives the lock back when this process ends, however it ends.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A machine that failed rests: the time of its file is then in the future (``_rest``).
         if time.time() >= os.fstat(lock.fileno()).st_mtime:
             return lock
     lock.close()

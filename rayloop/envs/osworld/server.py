@@ -42,6 +42,7 @@ class MachineServer:
             ended[-1] = setup(*arguments, **options)
             return ended[-1]
 
+        # ``reset`` goes on after a failed setup and reports nothing: only these return values show it.
         controller.setup = watched
         try:
             seen = self._env.reset(task_config=task)

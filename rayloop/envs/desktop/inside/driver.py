@@ -89,6 +89,7 @@ class Desk:
 
     def do_launch(self, command: list[str], within: float) -> None:
         """Start a program and wait until it has a window, and the focus."""
+        # Before the start: the window may be there when the next line returns.
         before = set(self._property("_NET_CLIENT_LIST"))
         self._spawn(command)
 
@@ -267,6 +268,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=end_with_the_host, args=(connection,), daemon=True).start()
     settings = json.loads(sys.argv[2])
+    # With a copy of X's end open, a read of its display would not end when X does.
     os.close(settings["display_written"])
     confine(settings)
     desks: list[Desk] = []
@@ -331,6 +333,8 @@ def _kind(path: str) -> str:
 def _read(path: str, most: int) -> bytes | None:
     """None when it is larger, no file any more, or cannot be read."""
     try:
+        # Programs still run, and may replace a file by a link, which leads elsewhere, or by a pipe,
+        # which would block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None

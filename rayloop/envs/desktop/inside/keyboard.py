@@ -72,6 +72,7 @@ class Keyboard:
             for keycode, character in zip(self._free, missing, strict=False):
                 self._display.change_keyboard_mapping(keycode, [[_symbol(character)] * 2])
             self._display.sync()
+            # python-xlib looks keycodes up in a copy of the map that it made at the start.
             self._display._update_keymap(self._first, self._count)
             time.sleep(NOTICED)
         return length

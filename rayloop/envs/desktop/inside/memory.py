@@ -26,6 +26,8 @@ class Watch:
             if now > self._limit and (now := used(own, exact=True)) > self._limit:
                 self.filled = now
                 with suppress(ProcessLookupError):
+                    # The kernel spares the sender and the first process of the namespace: both are
+                    # this one.
                     os.kill(-1, signal.SIGKILL)
             time.sleep(ALERT if now > self._limit // 4 else CALM)
 
