@@ -80,6 +80,8 @@ class Driver:
             self.checkpoints, reporter.event, beside=config.checkpoint.asynchronous, timeout=config.policy.step_timeout,
             beforehand=self.reference.keep, stopping=self.stopping,
         )  # fmt: skip
+        # One history for both: the player counts failures
+        # in it, and the manager asks it when a group ends.
         self.history = FailureHistory(config.environment)
         self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter, self.history)
         self.filters = build_filters(config.algorithm.filtering.filters)
@@ -89,11 +91,17 @@ class Driver:
             reporter.event(incidents.WarningEvent(why))
         self.held_out = held_out_rows(config, reporter)
         self.player = EpisodeRunner(config, services, handle, reporter.event, self.rollouts.quarantine, self.history)
+        # Taken before anything runs: a rebuilt policy that
+        # has no checkpoint starts from this state again.
         self.initial = self.state()
 
     async def run(self) -> None:
         """Train from the newest checkpoint to the last step. Raises PolicyLost when a rank died."""
+        # A restore waits for storage up to ``recovery.start_timeout``;
+        # a stop must be able to end that wait.
         await until_stopped(self.stopping, self.restore())
+        # The check below compares engines and trainer, so
+        # the engines need the restored weights first.
         await self.sync_weights()
         await self.verify()
         async with background(
@@ -103,12 +111,18 @@ class Driver:
             while not self.done:
                 async with self.profiles.step(self.step + 1):
                     collected = await self.collect()
+                    # ``remake`` sends under the current version; during
+                    # an update it would send new weights as old ones.
                     async with self.weight_sync.making:
                         report = await self.train(collected.groups)
                         self.step += 1
                         await self.sync_weights()
+
+                # Before the record: the metrics of this step include those of its evaluation.
                 await self.evaluate()
                 await self.record(report, collected)
+                # Before the save: a step that diverged must not
+                # become the checkpoint that a resume starts from.
                 self.notice_skipped(report)
                 await self.checkpoint()
                 del collected  # what it refers to is let go before the next groups fill the object store
@@ -128,16 +142,21 @@ class Driver:
             async with background(watch(recovery, phase, emit, logs), watch_liveness(emit, recovery.health_timeout)):
                 await until_stopped(self.stopping, self.services.start(self.weight_sync.admit))
                 await self.run_and_rebuild()
+            # A stop interrupted the last evaluation, so the
+            # run is not finished: the next start repeats it.
             if self.owes_evaluation:
                 raise Preempted("asked to stop")
             self.rollouts.close()
             self.ledger.check()
             return self.reporter.close(self.step, self.ledger.counts())
         except Exception as error:
+            # ``ended`` may save the step, so it runs before
+            # ``services.stop`` below kills the ranks.
             if (end := await ended(self, error)) is not error:
                 raise end from error
             raise
         finally:
+            # First: a save under way still calls the ranks.
             await self.saving.abandon()
             self.services.stop()
             await self.reporter.loggers.close()
@@ -160,6 +179,8 @@ class Driver:
             except PolicyLost as error:
                 self.reporter.event(incidents.PolicyLostEvent(str(error), self.services.policy.blamed))
                 self.lost = True
+                # The wait for the budget may last as long as
+                # ``recovery.start_timeout``; a stop ends it.
                 await until_stopped(self.stopping, self.services.policy.afford(error))
 
     async def restore(self) -> None:
@@ -175,7 +196,11 @@ class Driver:
             self.reinstate(self.initial)
             self.reference.restore(None)
         await self.rollouts.ready.complete(self.annotate)
+
+        # After the restore: ``Origin.stopped`` takes a new
+        # lineage for the sign that this start has trained.
         lineage = self.checkpoints.next_lineage()
+        # The restored step decides which records belong to later steps and are moved away.
         self.reporter.begin(self.step, lineage, checkpoint)
         if checkpoint is not None and (changed := changes(checkpoint, self.config, self.hashes)):
             self.reporter.event(incidents.Changed(changed))
@@ -183,14 +208,22 @@ class Driver:
             self.reporter.already_done(self.step)
         self.version, self.begun = Version(lineage, self.step), self.step
         self.lost = self.updating = False
+
+        # A named older checkpoint does not count as saved:
+        # with ``auto`` a resume would start elsewhere.
         if checkpoint is not None and checkpoint == self.checkpoints.find("auto"):
             self.saving.saved = self.version, checkpoint
 
     async def take(self, checkpoint: Checkpoint) -> None:
         """Restore the policy, a refreshed reference and the driver."""
+        # The ranks first: they verify their files, and
+        # the driver keeps its state when one is damaged.
         await self.services.policy.load(checkpoint.trainer, checkpoint.sums)
         await asyncio.to_thread(self.reference.restore, checkpoint)
         self.reinstate(checkpoint.state())
+
+        # A checkpoint that this start saved may hold tasks that
+        # failed after the repair: only the named one is cleared.
         earlier = checkpoint.lineage <= self.origin.since
         if self.config.checkpoint.named and earlier and (tasks := self.rollouts.clear_quarantine()):
             self.reporter.event(incidents.QuarantineCleared(tasks))
@@ -198,7 +231,10 @@ class Driver:
     @timed("update_weights")
     async def sync_weights(self) -> None:
         """Bring the weights of this step to the engines, and to the reference when due; a stop ends it early."""
+        # From here the step can be saved, even when its weights do not reach the engines.
         self.version, self.updating = Version(self.version.lineage, self.step), False
+        # A checkpoint contains the reference of its step,
+        # so a restored step is not refreshed twice.
         if self.step > self.begun:
             await self.reference.refresh(self.services.policy, self.version)
         with suppress(Preempted):  # collect() raises it again; the step is still recorded and saved
@@ -235,6 +271,8 @@ class Driver:
         the counts since the step before."""
         try:
             collected = await self.rollouts.collect(self.version, self.inherited, self.hold)
+            # The ranks got these advantages in ``hold``;
+            # records and metrics must show the same numbers.
             return replace(collected, groups=over_step(collected.groups, self.advantage))
         except GenerationBudgetSpent as error:
             end = await self.unusable(error)
@@ -268,6 +306,7 @@ class Driver:
             return group
         payloads = [member.payload for _, member in kept if member.payload is not None]
         reference = self.services.reference.within(self.config.policy.step_timeout * REFERENCE_SHARE, ATTEMPTS)
+        # Absolute, since an actor's working directory may be another one.
         folder = None if self.reference.folder is None else str(self.reference.folder.resolve())
         lost, arrays = await reference.split(1 + len(kept), ReferenceActor.annotate, payloads, folder)
         group = group.map({i: replace(group.members[i], reference=array) for (i, _), array in zip(kept, arrays, strict=True)})
@@ -280,6 +319,7 @@ class Driver:
     @timed("update_actor")
     async def train(self, groups: tuple[Group, ...]) -> Mapping[str, float]:
         """One step of the trainer, on the shares that the ranks have fetched."""
+        # Until the sync the weights belong to no complete step, and ``ended`` does not save them.
         self.updating = True
         await self.services.sharing.to_policy()
         found = await self.services.policy.all(PolicyRank.train)
@@ -287,6 +327,7 @@ class Driver:
         self.origin.check()  # before the weights of this step are synced or recorded
         self.reporter.trained(self.step + 1, groups)
         self.reporter.gaps = {trajectory: gaps for _, of_rank in found for trajectory, gaps in of_rank.items()}
+        # The metrics are reduced over all ranks, so those of the first rank stand for every rank.
         return found[0][0]
 
     @timed("testing")
@@ -361,12 +402,15 @@ class Driver:
         last = ends or self.done
         # A run that is to end has half of its grace for storage that refuses, and the other half for a save.
         patience = self.config.preemption.grace / 2 if ends else self.config.recovery.start_timeout
+
+        # What a save beside training raised must end the run here, and not at its last step.
         await self.saving.settle(wait=last)
         best = self.config.evaluation.patience is not None and self.reporter.is_best(self.step)
         due = last or best or self.saving.failed or self.step % c.every == 0
         if not due or self.saving.on_disk(self.version):
             return
         ours = about(self.config, self.hashes, len(self.rollouts.dataset))
+        # Each try of a save captures again: payloads may be lost while the storage refuses.
         state = partial(capture, self.state, self.rollouts.lose, self.config.policy.step_timeout)
         await self.saving.save(SavedStep(self.version, state, ours, best, last, patience), self.services.policy)
 
@@ -387,6 +431,8 @@ class Driver:
         """Restore what ``state`` returned. Groups that were in flight will be issued again."""
         version = Version(*state["version"])
         self.step = state["step"]
+        # Trajectories of weights up to this checkpoint stay
+        # valid in the new lineage; later ones are stale.
         self.inherited = {**dict(state["inherited"]), version.lineage: version.step}
         self.ledger.restore(state["ledger"])
         self.ledger.reissue_live()

@@ -33,6 +33,7 @@ class DriverActor(Actor):
         fence: Fence = OPEN,
     ) -> None:  # fmt: skip
         self.config, self.folder, self.hashes = config, folder, hashes
+        # ``here``: a network file system may have another device number on the node of this actor.
         self.origin = Origin.of(Path(folder) / "checkpoints", resume, since, fence.here() if fence.number else fence)
         self.reporter = Reporter(config, Path(folder), open_logger)
         self.driver: Driver | None = None
@@ -50,10 +51,13 @@ class DriverActor(Actor):
         except Exception as error:
             end = typed(error)
             self.reporter.failed(end, Ledger().counts(), traceback.format_exc() if isinstance(end, Unforeseen) else "")
+            # ``Driver.main`` closes the loggers, and it never begins in this case.
             await self.reporter.loggers.close()
             if end is not error:
                 raise end from error
             raise
+
+        # A stop may have arrived while the data was read, when there was no driver to pass it to.
         if self.stopping:
             self.driver.stop()
         return await self.driver.main()

@@ -46,15 +46,19 @@ def actor_name(role: str) -> str:
 
 async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], emit: Emit) -> PlacementGroup:
     """Reserve all resources at once, waiting for nodes, in place of a dead driver's group. Raises ResourcesUnavailable."""
+    # Ray raises ValueError for an unknown name, which is the usual case: no driver died before.
     with suppress(ValueError):
         remove_placement_group(get_placement_group(name))
     timeout = config.recovery.start_timeout
     if short := _short(wanted):
         emit(incidents.WaitingForResources(lacks=short, seconds=timeout))
+
+    # Ray waits for ever, without an error, for what no node can hold: only the deadline ends that.
     group = placement_group(wanted, strategy="PACK", name=name)
     try:
         await with_deadline(timeout, group.ready(), f"the placement of {len(wanted)} actors")
     except WorkerLost:
+        # A group that is still pending would take the resources as soon as they come.
         remove_placement_group(group)
         if short := _short(wanted):
             raise ResourcesUnavailable(
@@ -73,6 +77,7 @@ async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], 
 def _short(wanted: list[dict[str, float]]) -> str:
     """The resources of which the cluster as a whole has too little, as text; empty when it has enough."""
     present = ray.cluster_resources()
+    # The tolerance covers the rounding of sums of fractions, such as ten times 0.1.
     lacks = {name: amount for name, amount in total(wanted).items() if amount > present.get(name, 0.0) + 1e-6}
     return ", ".join(f"{amount:g} {name}s, the cluster has {present.get(name, 0.0):g}" for name, amount in lacks.items())
 
@@ -102,6 +107,7 @@ class Services:
         c, began = self.config, time.monotonic()
         self._emit(events.Starting(dict(Counter(role for role, _ in demand(c, self.trains)))))
         self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._emit)
+        # Before the actors start, since a node may be lost while they do.
         self._watching = asyncio.create_task(self.nodes.watch())
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
@@ -152,6 +158,8 @@ class Services:
             "resources": placement.resources or None,
             "scheduling_strategy": self._where(self._first[role] + slot, placement),
             "max_restarts": 0,
+            # Collective calls must run one by one in the order
+            # of submission, so a rank has no concurrency.
             **({} if role == "policy" else {"max_concurrency": CONCURRENCY}),
         }
 
@@ -159,12 +167,14 @@ class Services:
         """Its bundle; another node with room when the bundle's is avoided. The bundle stays reserved, with its bad GPU."""
         assert self._group is not None, "start() reserves"
         inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+        # The table below is a question to Ray's head, which the usual case does without.
         if not self.nodes.avoids():
             return inside
         home = placement_group_table(self._group)["bundles_to_node_id"].get(bundle, "")
         if not self.nodes.bad(home):
             return inside
         other = self.nodes.elsewhere(needs(placement), but={home})
+        # A soft affinity would allow Ray to fall back to the avoided node.
         return inside if other is None else NodeAffinitySchedulingStrategy(other, soft=False)
 
     def stop(self) -> None:
@@ -194,9 +204,13 @@ class TrainingServices(Services):
         placement, ranks = c.policy.placement, c.policy.ranks
 
         def spawn(rank: int) -> Handle[PolicyRank]:
+            # The options are made at each spawn, since a rebuild may have to avoid a node.
             return create(PolicyRank, self._options("policy", rank, placement), settings, rank, ranks)
 
         self.policy = PolicyGroup(c.policy, spawn, c.recovery, self.nodes)
+
+        # With LoRA a sync sends adapters alone, so the engines keep the base weights asleep:
+        # level1. The calls are lambdas because ``start`` makes the pool later.
         self.sharing = TimeSharing(c.engine.sleep and ("level1" if c.trainer.lora else c.engine.sleep), Sleepers(
             lambda level: self.rollout.within(c.sync_timeout).everywhere(RolloutActor.sleep, level),
             lambda: self.rollout.within(c.sync_timeout).everywhere(RolloutActor.wake),
@@ -213,6 +227,7 @@ class TrainingServices(Services):
                 lambda options: create(ReferenceActor, options, c.reference.model(c.model), c.scorer, c.reference.server),
             )  # fmt: skip
             self.pools.append(self.reference)
+        # Futures, since two await the engines' start: the caller's gather and the policy's start.
         engines, *others = (asyncio.ensure_future(start) for start in super()._starts())
         return [engines, *others, self._up(self._start_policy(engines), c.policy.ranks)]
 

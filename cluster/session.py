@@ -49,6 +49,8 @@ def session(
                 "Lower the roles' num_gpus, or join a cluster with --address"
             )
         clean = functools.partial(_clean_up, folder)
+
+        # A signal may end the process within ``ray.init``, when no ``finally`` below is in place.
         atexit.register(clean)
         cpus = max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0.0)))
         others = {name: amount for name, amount in needed.items() if name not in ("CPU", "GPU")}
@@ -80,6 +82,8 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
             f"{most} files may be open at once here (ulimit -Hn), and Ray needs {FILES} at least. Run `ulimit -n 8192` before the "
             "command, as root if the shell refuses it"
         )
+
+    # Children that exist already are not Ray's: a failed attempt must not end them.
     others, began = psutil.Process().children(recursive=True), time.monotonic()
     for attempt in range(1, STARTS + 1):
         try:
@@ -91,7 +95,9 @@ def start(folder: str, *, store: int = OBJECT_STORE, **options: Any) -> None:
             return
         except Exception as error:
             ray.shutdown()
+            # Daemons of a failed attempt would otherwise live on beside those of the next one.
             end([one for one in psutil.Process().children(recursive=True) if one not in others])
+            # Only a start that was too slow is worth another try; anything else would fail again.
             if attempt == STARTS or "timed out during startup" not in str(error):
                 raise MachineFailed(
                     f"Ray did not start here, {attempt} attempt{'s' * (attempt > 1)} in {time.monotonic() - began:.0f} s: "

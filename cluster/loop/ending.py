@@ -59,6 +59,8 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     """Record the end of a run by ``error``, and save what can be saved. Returns the typed error, with a note about the checkpoint;
     after a stop Preempted when this step is saved, else NotSaved, or one of ``SUSPECT``."""
     end = typed(error)
+    # A stop cancels calls on its way, and their errors
+    # belong to it, unless they make the step untrustworthy.
     stopped = isinstance(end, Preempted) or (run.stopping.is_set() and not isinstance(end, SUSPECT))
     if stopped and not isinstance(end, Preempted):
         logger.warning("while the run stopped", exc_info=error)
@@ -67,6 +69,7 @@ async def ended(run: Run, error: Exception) -> RayloopError:
         return _recorded(run, run.origin.stopped(run.reporter.folder.last_step), error)
     # Before the version is that of the restored step, a checkpoint would have the version 0.0 and replace the one it came from.
     why = await _save(run, end) if restored and (stopped or run.step > run.begun) else ""
+    # Asked of the disk: a save beside training may have written this step before the end began.
     saved = run.saving.on_disk(run.version)
     if stopped:
         where = f"stopped at step {run.step} of {run.config.steps}"
@@ -83,6 +86,7 @@ async def ended(run: Run, error: Exception) -> RayloopError:
 async def _save(run: Run, end: RayloopError) -> str:
     """Save the step, unless it is being written or on disk. Returns why it could not be saved, or ""."""
     try:
+        # One save at a time: the one under way counts against the same grace.
         async with asyncio.timeout(run.config.preemption.grace):
             await run.saving.settle()
             if why := _unfit(run, end):
@@ -91,6 +95,7 @@ async def _save(run: Run, end: RayloopError) -> str:
     except TimeoutError:
         return f"the checkpoint was not written within preemption.grace ({run.config.preemption.grace:g} s)"
     except Exception as error:
+        # The run ends because of ``end``; that it could not be saved is only a part of the message.
         return brief(error)
     return ""
 

@@ -33,6 +33,7 @@ class Prometheus:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Set the gauges of these metrics."""
         self._export(metrics)
+        # A new mapping instead of an update in place: the thread may be iterating over the old one.
         self._newest = self._newest | dict(metrics)
 
     def close(self) -> None:

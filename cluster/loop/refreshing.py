@@ -24,6 +24,7 @@ class RefreshedReference:
         """Take over the weights of ``version``, when its step is one for that. Raises PolicyLost."""
         if not self._every or version.step % self._every:
             return
+        # Without parents: on an unmounted storage they would be made below its mount point.
         self._below.mkdir(exist_ok=True)
         made = self._below / f"{version.step}-{version.lineage}"
         await policy.all(PolicyRank.write_model, str(made), version)
@@ -34,6 +35,8 @@ class RefreshedReference:
 
     def keep(self, checkpoint: Path) -> None:
         """Put the folder that is in use into a checkpoint. Raises OSError."""
+        # The checkpoint needs links: a later refresh
+        # removes this folder, and the files must survive.
         if self.folder is not None:
             linked(self.folder, checkpoint / NAME / self.folder.name)
 

@@ -98,6 +98,7 @@ class Saving:
         """Begin to save. Returns when the ranks may go on: with ``beside`` when they have copied what they write."""
         copied = asyncio.Event()
         self._under_way = asyncio.create_task(self._write(step, policy, copied if beside else None))
+        # Also after a failed save: otherwise training would wait for the copy for ever.
         self._under_way.add_done_callback(lambda _: copied.set())
         if beside:
             await copied.wait()
@@ -108,7 +109,10 @@ class Saving:
         if self._under_way is None or not (wait or self._under_way.done()):
             return
         late = CheckpointStorageFailed(f"a checkpoint was not written within {self._timeout:g} s (policy.step_timeout)")
+        # ``asyncio.wait`` leaves the save running at the
+        # deadline; awaiting the task would cancel it.
         await bounded(self._timeout, asyncio.wait({self._under_way}), late)
+        # Forgotten before its error is raised, so that a second call does not raise it again.
         ended, self._under_way = self._under_way, None
         ended.result()
 
@@ -116,6 +120,8 @@ class Saving:
         """Stop the save that is under way."""
         if self._under_way is not None:
             self._under_way.cancel()
+            # ``asyncio.wait`` does not raise the save's
+            # error: the run already ends for another reason.
             await asyncio.wait({self._under_way}, timeout=self._timeout)
 
     async def _write(self, step: SavedStep, policy: PolicyGroup, copied: asyncio.Event | None) -> None:
@@ -130,6 +136,8 @@ class Saving:
         try:
             saved = await self._store.save(number, await step.state(), trainer, step.about, best=step.best)
         except CheckpointError as error:
+            # Only these failures are tried again; ``settle``
+            # raises all others, such as PolicyLost and RunTaken.
             if not self.failed:
                 self._failing_since = asyncio.get_running_loop().time()
             self.failed, self.trouble = self.failed + 1, error
@@ -143,6 +151,7 @@ class Saving:
 async def capture(state: Callable[[], Plain], lose: Callable[[Collection[TrajectoryId]], None], timeout: float) -> Plain:
     """A state with its payloads in it; the run goes on while they are fetched. ``lose`` gets the trajectories whose payloads are
     gone, and then a later state is taken. Raises CheckpointError when payloads do not come within ``timeout`` seconds."""
+    # Outside the loop: values that arrived are not fetched again for the later state.
     values: dict[Any, Any] = {}
     while True:
         taken = state()
@@ -157,6 +166,7 @@ async def capture(state: Callable[[], Plain], lose: Callable[[Collection[Traject
 
 async def fetch(wanted: Iterable[HeldValue], values: dict[Any, Any]) -> set[TrajectoryId]:
     """Add the values of the references to ``values``. Returns the trajectories of which something is lost."""
+    # With replay several members hold one payload, which is fetched once.
     ids = {(found.reference, found.id) for found in wanted}
 
     async def one(reference: Any) -> None:

@@ -69,6 +69,7 @@ class WeightSync:
     async def send(self, version: Version) -> None:
         """Load ``version`` into all engines in service. Raises WeightSyncError, and PolicyLost when weights were lost."""
         try:
+            # Ranks that share GPUs with the engines must be awake before they can gather weights.
             await self.services.sharing.to_policy()
             try:
                 await self._transport.deliver(self.services.policy, self, version)
@@ -76,6 +77,8 @@ class WeightSync:
                 await self._send_again(version, late)
         except Exception as error:
             if object_lost(error):
+                # The driver recovers from PolicyLost: it rebuilds
+                # the ranks and syncs the checkpoint's weights.
                 raise PolicyLost(f"the weights of version {version} were lost while they were synced: {brief(error)}") from error
             raise
 
@@ -116,6 +119,7 @@ class WeightSync:
         now = asyncio.get_running_loop().time
         began = now()
         engines = self.services.rollout.within(within, spares=spares)
+        # Before the calls: an engine then drops an older load whose source arrives late.
         self._order += 1
         await engines.everywhere(RolloutActor.load, update.manifest, update.source, self._order)
         took = now() - began
@@ -131,10 +135,14 @@ class WeightSync:
         patience = max(self.config.recovery.start_timeout, LOADING) + self.config.sync_timeout
         loaded, within = None, self._patience()
         while self._current is not None and self._current is not loaded:
+            # A newer update may have been kept during this
+            # load, and an engine must not serve the older one.
             loaded = self._current
             try:
                 update = loaded
                 if isinstance(loaded.source, asyncio.Task):
+                    # Several engines await this copy; without the
+                    # shield one deadline would cancel it for all.
                     update = await with_deadline(patience, asyncio.shield(loaded.source), "the copy of weights that are sent")
                 answer = submit(engine, RolloutActor.load, update.manifest, update.source, self._order)
                 await with_deadline(within, answer, "load of a new rollout engine", engine)
@@ -144,6 +152,7 @@ class WeightSync:
                     raise
                 if late:  # its transfer may not go on, and one of a new object does; after that the engine is to blame
                     within = self.config.sync_timeout
+                # Otherwise newer weights were kept in the meantime, and the loop loads those.
                 if loaded is self._current:
                     self._kept.clear()
                     self._gone.set()
@@ -155,6 +164,7 @@ class WeightSync:
         while True:
             await self._gone.wait()
             async with self.making:
+                # The update that held the lock may have replaced the lost weights already.
                 if self._gone.is_set():
                     await self.send(version())
 
@@ -175,6 +185,7 @@ class WeightSync:
         self._probes = await self._probe(tasks, player, LOGPROB_CHECK)
         found = self._unchanged = await self._compare(self._probes, swap_images=True)
         self.reporter.event(events.LogprobCheck(**found.report(), tolerance=self.config.tolerance))
+        # Written as ``not a <= b``, so that NaN fails as well.
         if not found.mean <= self.config.tolerance:
             raise LogprobMismatch(
                 f"rollout and trainer disagree: mean |log-prob difference| {found.mean:.2e} over {found.tokens} sampled tokens, "
@@ -218,6 +229,7 @@ class WeightSync:
         try:
             [played] = await player.episodes([request])
         finally:
+            # Probes use their negative numbers again, and failures of one would count for the next.
             player.history.forget(request.id.group)
         if not isinstance(played, Failure):
             return played[1]
@@ -227,6 +239,7 @@ class WeightSync:
     async def _self_test(self, version: Version, tasks: Sequence[Task], player: EpisodeRunner) -> None:
         """Sync visibly changed weights, one parameter group at a time; the engines must follow. Restores the weights."""
         groups, *_ = await self.services.policy.all(PolicyRank.parameter_groups)
+        # Versions below the real one: the last send, of the restored weights, is then the newest.
         for number, group in enumerate(groups, start=-len(groups)):
             if group in ("vision", "merger") and not self._unchanged.images:
                 self.reporter.event(events.SelfTest(group, skipped="no probe has an image"))
@@ -244,6 +257,7 @@ class WeightSync:
 
     def _judge(self, group: str, moved: LogprobGap, follows: LogprobGap) -> None:
         """``moved``: the trainer after the change against before; ``follows``: the engines against the trainer, after it."""
+        # ``not a > b``, so that NaN fails as well.
         if not moved.mean > VISIBLE * self._unchanged.mean:
             raise WeightSyncError(
                 f"perturbing the {group} weights moved log-probs by only {moved.mean:.2e}, and engine and trainer differ by "

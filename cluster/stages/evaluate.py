@@ -64,12 +64,15 @@ def evaluate(
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
     config = pinned(config)
     make_folder(out, "--out")
+    # After the folder is made: it keeps the date that the
+    # chat template shows, for a continued evaluation.
     config = config.model_copy(update={"model": dated(config.model, out)})
     weights = config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
     identity = {"config": config_hash(config), "weights": weights, "data": _sha256([Path(data)])}
     identity |= {"retries": str(retries)} if retries else {}
     items_file = out / "items.jsonl"
     done = read_items(items_file)
+    # Before anything is played: answers of two configurations must not mix in one folder.
     _claim(out / "identity.json", identity, empty=not done)
     missing = _missing(config, asked, {item.key for item in done})
     print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
@@ -81,6 +84,8 @@ def evaluate(
         with session(total(bundles(config, trains=False)), address, temporary, out / "logs", store=room):
             why = _play(config, out, missing, retries)
     wanted = {(p.arm, p.task.id, p.sample) for p in asked}
+
+    # A group that is scored together is played again as a whole: the last answer of a key counts.
     items = [item for key, item in {item.key: item for item in read_items(items_file)}.items() if key in wanted] + blinds
     if wanted and not items:
         raise NothingScored(
@@ -126,6 +131,7 @@ def _missing(config: RunConfig, asked: Sequence[Play], done: set[tuple[str, str,
 
 
 def _play(config: RunConfig, out: Path, missing: list[Play], retries: int) -> str:
+    # It waits most of the time, so it takes no CPU away from the actors that it owns.
     actor = create(Evaluator, {"num_cpus": 0, "max_concurrency": CONCURRENCY}, config, str(out.resolve()))
     try:
         return str(ray.get(submit(actor, Evaluator.main, missing, retries)))
@@ -134,6 +140,7 @@ def _play(config: RunConfig, out: Path, missing: list[Play], retries: int) -> st
             raise cause(error) from error
         raise
     finally:
+        # Its death ends the actors that it owns.
         ray.kill(actor)
 
 
@@ -158,6 +165,7 @@ class Evaluator(Actor):
                 start = await asyncio.to_thread(start_weights, self.config.model, self.config.engine.dtype)
                 self.weights = WeightUpdate(start.manifest, ray.put(start.source))
             await services.start(self._admit)
+            # A single member cannot be played again where the reward compares the group.
             await self._all(missing, retries if self.config.reward.per == "trajectory" else 0)
         finally:
             services.stop()
@@ -187,11 +195,16 @@ class Evaluator(Actor):
             self.why = self.why or f"{item.task}: {item.unscored}"
             self._emit(incidents.ItemUnscored(item.arm, item.task, why=item.unscored or ""))
             return
+        # It is played again with twice the room; only the last try is recorded as cut.
         if item.cut and self.retries:
             return
         with needed(self.items.path):
+            # Images first: a killed evaluation continues
+            # from its items, and each must have its images.
             self.images.keep(images)
             self.items.append(asdict(item))
+            # JsonLines holds what the storage refuses, but
+            # unrecorded answers would be lost with this process.
             if self.items.trouble is not None:
                 raise self.items.trouble
 

@@ -71,6 +71,7 @@ def joined(place: Place) -> Iterator[list[LiveActor]]:
 
 
 def _actors(place: Place) -> list[LiveActor]:
+    # Rows of Ray's table of actors have no namespace, so the names of this run are listed first.
     ours = {entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True) if entry["namespace"] == place.namespace}
     alive = [entry for entry in actor_table() if entry["State"] == "ALIVE" and entry["Name"] in ours]
     if not alive:
@@ -108,6 +109,7 @@ async def _answers(place: Place, actors: list[LiveActor]) -> list[str]:
         except (RayError, TimeoutError, ValueError) as error:
             return f"does not answer within {ANSWER:g} s: {type(error).__name__} {error}".splitlines()[0]
 
+    # All at once, so that many actors that hang cost one deadline.
     return await asyncio.gather(*(one(actor) for actor in actors))
 
 
@@ -117,6 +119,7 @@ def _spied(pid: int) -> str | None:
     if program is None:
         return None
     try:
+        # Without ``--nonblocking`` py-spy stops the process while it reads its stacks.
         done = subprocess.run([program, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=ANSWER)
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -87,6 +87,7 @@ def serve_policy(
     @contextmanager
     def findable(url: str) -> Iterator[str]:
         """Announce the base URL and the key file in the file."""
+        # Readable by all: it names the file of the key, and does not contain the key.
         write_whole(announced, json.dumps({"url": f"{url}/v1", "key_file": key or ""}).encode(), mode=0o644, durable=False)
         try:
             yield f"{url}/v1 model {config.name}, announced in {announced}"
@@ -101,6 +102,7 @@ def serve_policy(
             made = policy.app(_endpoint(config, found, limits, key))
             _serve("policy", f"policy-{config.name}", made, http, findable, alive)
     finally:
+        # Once its cluster has ended, a call of Ray waits a minute and then ends this process.
         if alive():
             ray.shutdown()
     return 0
@@ -141,6 +143,7 @@ def _serve(
             try:
                 watch(name, who, alive)
             except ServeFailed:
+                # The end of the run takes Serve down with it, which is no failure of the endpoint.
                 if alive():
                     raise
             print(f"{who}: the run has ended, and with it the endpoint", flush=True)
@@ -239,7 +242,9 @@ def _endpoint(config: RunConfig, namespace: str, limits: PolicyLimits, key_file:
 
 def _config(namespace: str) -> RunConfig:
     """The configuration of the run in ``namespace``, from its driver. Raises ConfigError when no driver answers."""
+    # A driver that is being replaced may be listed beside its successor: the first answer counts.
     for name in [name for found, name in _actors() if found == namespace and name.startswith("driver-")]:
+        # ``get_actor`` raises ValueError for an actor that has ended since it was listed.
         with suppress(ValueError, RayError, TimeoutError):
             driver: Handle[DriverActor] = ray.get_actor(name, namespace=namespace)
             config: RunConfig = ray.get(submit(driver, DriverActor.about), timeout=ANSWER)

@@ -49,7 +49,9 @@ def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
         session({name: config.workers * n for name, n in needed.items()}, address, temporary, folder / "logs"),
         handling(stop, *STOP),  # behind ray.init, which has a handler of its own
     ):
+        # ``max_failures`` already counts restarts; retries of Ray's task would come on top.
         _follow(ray.remote(num_cpus=0, max_retries=0)(_fit).remote(config), folder / PROGRESS, stop)
+    # Only at the end: until the model is written, a restart continues from them.
     shutil.rmtree(folder / CHECKPOINTS)
     print(f"wrote {config.output}")
     return 0
@@ -59,6 +61,7 @@ def _follow(running: Any, path: Path, stop: StopSignals) -> None:
     """Print what rank 0 writes to ``path`` until the stage ends. Raises what it raised, and Preempted."""
     path.touch()
     with path.open(encoding="utf-8") as progress:
+        # An earlier start of the stage has shown the lines that it wrote.
         progress.seek(0, os.SEEK_END)
         ended: list[Any] = []
         while not ended and stop.first is None:
@@ -79,6 +82,7 @@ def _fit(config: SftConfig) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths of the configuration keep their meaning
+    # Ray Train reads this limit from the environment only.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
     make_tiny(config)
     model = dated(config.model, local_path(config.output) / RUN)
@@ -129,6 +133,7 @@ class Rank:
     """One rank: each takes its share of every batch, and rank 0 reports. Its methods are collective."""
 
     def __init__(self, config: SftConfig) -> None:
+        # Before torch is imported, since its allocator reads the variable then.
         grow_segments()
         from rayloop.engines.training.fsdp import FsdpEngine
 
@@ -219,6 +224,7 @@ class Rank:
             return False
         from ray.train.collective import broadcast_from_rank_zero
 
+        # Clocks of the ranks differ: one that stopped alone would leave the others in a collective.
         return bool(broadcast_from_rank_zero(self.progress.seconds > self.config.seconds))
 
     def _write_model(self, folder: Path) -> None:
@@ -226,6 +232,7 @@ class Rank:
         from rayloop.engines.models.saving import save_model
         from rayloop.transports.manifest import DTYPES
 
+        # Gathering is collective, so every rank calls it, and only the first one writes.
         dtype, tensors = DTYPES[self.config.dtype], self.engine.export(START)
         if self.rank == 0:
             source = resolve(self.config.model.path, self.config.model.revision).folder
@@ -249,6 +256,7 @@ class Rank:
             return 0, 0.0
         with checkpoint.as_directory() as folder:
             state = json.loads((Path(folder) / STATE).read_text(encoding="utf-8"))
+            # Compared before the weights are loaded, whose shapes may differ.
             if state["config"] != _identity(self.config):
                 raise CheckpointError(
                     f"{folder} is of a stage with another configuration, which was interrupted. Run that one again, or "

@@ -68,6 +68,7 @@ class DriverLost(RayloopError):
 def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     """Run to the end, in the cluster at ``address`` or in a private one in ``temporary``. Returns 0; raises RayloopError."""
     folder = RunFolder(config.output, config.name)
+    # Before the folder is made, which would hide that its storage is missing.
     if is_restart():
         folder.begun_before()
     make_folder(folder.path, "output=FOLDER")
@@ -77,6 +78,8 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     then = found.about.get("config", {}).get("model") if found else None
     config = config.model_copy(update={"model": dated(config.model, folder.path, then)})
     with (
+        # Signals first, so that one unwinds everything below. ``_recorded`` comes last: it writes
+        # its event while the lock is still held.
         _while_idle(lambda: origin.stopped(folder.last_step)) as check,
         folder.acquired(config.checkpoint.resume),
         _shown(config, folder, address) as progress,
@@ -110,6 +113,7 @@ def _recorded(folder: RunFolder, origin: Origin) -> Iterator[None]:
         yield
     except Exception as error:
         end = typed(error)
+        # An error that came out of the driver's call was recorded by the driver.
         if not isinstance(error.__cause__, RayTaskError):
             _emit(folder, end, traceback.format_exc() if isinstance(end, Unforeseen) else "")
         if end is error:
@@ -154,9 +158,11 @@ def _run(
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         options = {"name": actor_name("driver"), "num_cpus": 0, "max_concurrency": CONCURRENCY, "scheduling_strategy": here}
         driver = create(DriverActor, options, config, path, origin.resume, hashes, origin.since, folder.lock.fence)
+        # For an error before the handler is in place: nobody has asked for a stop by then.
         until = _never
         try:
             with _stop_on_signal(driver, progress, config.preemption.grace) as until:
+                # A signal may have arrived before its handler was in place.
                 check()
                 return _follow(driver, progress, config.recovery, until, origin, folder, head)
         except RayGone as gone:
@@ -167,6 +173,8 @@ def _run(
             if not is_lost(error):
                 raise
             try:
+                # A lost driver may be the first sign of a lost
+                # head, which could not start another one.
                 head.decide()
             except RayGone as gone:
                 raise _without_ray(gone, until, origin) from error
@@ -213,6 +221,7 @@ def _follow(
         folder.lock.check()
         head.check()
         ended, _ = ray.wait([running], timeout=POLL)
+        # A driver that has ended still has its last reports, which are worth a longer wait.
         patience = ANSWER if ended else max(POLL, min(SILENT, until() - time.monotonic()))
         try:
             seen, updates, doing = ray.get(submit(driver, DriverActor.updates, seen), timeout=patience)
@@ -278,10 +287,12 @@ def _while_idle(stopped: Callable[[], RayloopError]) -> Iterator[Callable[[], No
     with seen, written, handling(unwind, signal.SIGTERM, signal.SIGHUP):
         seen.setblocking(False)
         written.setblocking(False)
+        # Only whether a signal came counts, so nothing is lost in a full buffer.
         signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
 
         def check() -> None:
             with suppress(BlockingIOError):
+                # Python writes the number of each signal as one byte.
                 if {signal.SIGTERM, signal.SIGHUP} & set(seen.recv(4096)):
                     raise stopped()
 
@@ -309,7 +320,9 @@ def _stop_on_signal(driver: Handle[DriverActor], progress: Progress, grace: floa
         progress.note(f"received {signal.Signals(number).name}: saving, within {grace:g} s; send it again to stop at once")
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, lambda *_: sys.exit(1))
+        # A shell that closes sends a second SIGHUP, which does not ask for an end at once.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        # Not awaited: a handler must return, and ``until`` bounds the wait.
         submit(driver, DriverActor.stop)
 
     with handling(stop, *STOP):

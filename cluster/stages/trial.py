@@ -127,6 +127,7 @@ class _Trial:
         self.engine = await self._engine()
         asked = requests(self.config, task, [TrajectoryId(1, sample) for sample in range(ANSWERS)], visit=1)
         played = await asyncio.gather(*map(self._play, asked), return_exceptions=True)
+        # Scored beside the report: the answers are shown even while a judge does not answer.
         scoring = asyncio.create_task(self._outcomes([one for one in played if isinstance(one, Trajectory)], task))
         codes = [await self._answered(number, one, scoring) for number, one in enumerate(played, start=1)]
         self.write(f"\n{codes.count(0)} of {ANSWERS} answers have a reward" + ("; fix that before you train" if any(codes) else ""))

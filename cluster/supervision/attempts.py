@@ -137,13 +137,18 @@ class EpisodeRunner:
 
     async def _attempt(self, episodes: Sequence[_Episode], begins: Begins, bad_data: BadData | None) -> bool:
         """Play these once more, in one call. Returns whether they were lost with their actor."""
+        # Other episodes of the group may have hung meanwhile,
+        # and each further one costs a whole timeout.
         if hangs := self.history.hangs(episodes[0].request.id.group):
             for episode in episodes:
                 episode.failure, episode.over = Failure(Cause.HUNG, Scope.EPISODE, retryable=False, why=hangs), True
             return False
         self.reissued += sum(episode.attempt > 0 for episode in episodes)
+
+        # The lease is taken inside: an episode that waits for room holds no actor.
         async with self.admission.room(len(episodes)):
             for episode in episodes:
+                # Only here: the weights that begin an episode are those served when it is admitted.
                 begins(episode.request)
             requests = [replace(episode.request, attempt=episode.attempt) for episode in episodes]
             answer = await self.calls.play(requests, episodes[0].avoid)
@@ -171,15 +176,18 @@ class EpisodeRunner:
                 report(episode.request.task, failure.path, failure.why)
                 episode.over = True
                 return
+            # The second opinion must come from another engine, too.
             episode.avoid.engines.add(answer.engine.slot)
         elif failure.cause is Cause.OVER_LONG:
             episode.over = True
             return
         self._emit(incidents.EpisodeFailed(str(episode.request.id), episode.attempt - 1, why=failure.why))
         episode.avoid.environments.add(answer.environment.slot)
+        # Bad data is paid for in any case, so that a task which is never confirmed ends.
         episode.paid += bad or not (shared or failure.scope is Scope.BYSTANDER)
         attempts = self.config.environment.attempts
         episode.over = (
+            # Two actors have to agree about bad data, even where one attempt is allowed.
             episode.paid >= (max(attempts, 2) if bad else attempts)
             or (not failure.retryable and failure.why == before.why)
             or episode.attempt >= attempts + SPARED
@@ -208,6 +216,7 @@ async def play(
     items: dict[int, Item] = {}
 
     async def some(indices: Sequence[int]) -> None:
+        # Training counts its groups from 1, and the history knows a group by its number.
         group = -1 - indices[0]
         requests = [_request(config, asked[index], TrajectoryId(group, n)) for n, index in enumerate(indices)]
         async with gate.room(len(indices)):

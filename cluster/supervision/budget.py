@@ -61,6 +61,8 @@ class ReplacementBudget:
                 )
             if not (wait := budget.wait(now())):
                 return budget.take(now())
+            # A slot wakes early to see that the role cannot be saved. At the limit ``left`` is 0:
+            # without a minimum the loop would spin.
             left = HOUR if self._short is None else self._short + patience - now()
             await asyncio.sleep(min(wait, max(left, LOOK)))
 
@@ -69,6 +71,7 @@ class ReplacementBudget:
         if self._short is None:
             return False
         limit = self._short + self.settings.start_timeout
+        # A start that began in time has its own deadline, and may succeed after the limit.
         if any(began < limit for began in self._trying.values()):
             return False
         return now() + min(self._budgets[slot].wait(now()) for slot in self._missing) >= limit

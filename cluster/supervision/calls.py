@@ -74,8 +74,11 @@ class RolloutCalls:
         try:
             engine = await rollout.lease(str(group), avoid.engines, count)
         except BaseException:
+            # A cancellation while waiting for an engine must
+            # give the environment's lease back as well.
             environments.release(lease.worker, count=count)
             raise
+        # Before the call: an episode may lose its engine and ask for another one at once.
         self._engines.update((_key(request), engine.worker) for request in requests)
         self._history.begins(group, lease.worker)
         answer, *payloads = submit_split(lease.handle, 1 + count, EnvironmentActor.play, requests, engine, self._driver)
@@ -84,6 +87,7 @@ class RolloutCalls:
             what = f"{_named(requests)} of task {requests[0].task.id} on {environments.name(lease)}"
             heads = await with_deadline(self._timeout + MARGIN, answer, what, lease.handle)
         except asyncio.CancelledError:
+            # Ray does not cancel a call with the task that awaits it; the actor would play on.
             ray.cancel(answer)
             raise
         except Exception as error:
@@ -104,6 +108,7 @@ class RolloutCalls:
         actors = {well for well, _ in wells}
         well = True if True in actors else False if False in actors else None
         self._services.environment.release(lease.worker, well=well, count=len(requests))
+        # Successes last: an engine that served one of these episodes must not end with a miss.
         for request, (_, served) in sorted(zip(requests, wells, strict=True), key=lambda pair: pair[1][1] is True):
             self._services.rollout.release(self._engines.pop(_key(request)), str(request.id.group), served)
 
@@ -119,12 +124,16 @@ class RolloutCalls:
     def _lost(self, request: RolloutRequest, lease: Lease[Any], error: Exception) -> Failure:
         """The failure of episodes whose actor is gone: because of one of them, or of another call (``Scope.BYSTANDER``)."""
         pool, why = self._services.environment, f"the environment actor was lost: {brief(error)}"
+
+        # Retired first, so that the next test takes these episodes for bystanders.
         if is_spent(error):
             pool.retire(lease.worker, brief(error))
         if lease.worker in pool.ended:
             return Failure(Cause.LOST, Scope.BYSTANDER, retryable=True, why=why)
         hung = isinstance(error, WorkerLost)
         failure = Failure(Cause.HUNG if hung else Cause.LOST, Scope.PROCESS if hung else Scope.EPISODE, retryable=True, why=why)
+        # In this order: the first call may retire the actor
+        # without a charge, and the second does nothing then.
         self.environment_failed(request, lease, failure)
         pool.lost(lease.worker, error)
         return failure
@@ -177,6 +186,7 @@ class RewardCalls:
     async def _ask(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int, slots: set[int]) -> list[Outcome]:
         """The outcomes of some reward actor, if possible not in ``slots``, to which its slot is added when something failed there.
         The payloads travel with the call; when one is lost, the actor fetches them, to find out which. Raises WorkerLost."""
+        # A reward actor asks its grader twice at most; ten seconds are for the way there and back.
         calls = self._services.reward.within(2 * self._settings.timeout + 10, ATTEMPTS, _unable, slots)
         try:
             return await calls.call(RewardActor.score, task, step, *map(resolved, payloads))
@@ -188,6 +198,8 @@ class RewardCalls:
     async def describe(self, group: Group) -> tuple[list[RolloutRecord], dict[str, bytes]]:
         """Records and images of a group's trajectories, for ``rollouts/``. Nothing when the payloads are gone."""
         members = [m for m in group.members if m.payload is not None]
+        # Ray resolves references only as arguments of
+        # their own; nested ones would travel unresolved.
         bare = replace(group, members=tuple(replace(m, payload=None, reference=None) for m in members))
         try:
             reward = self._services.reward.within(self._settings.timeout, ATTEMPTS)

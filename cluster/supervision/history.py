@@ -74,6 +74,7 @@ class FailureHistory:
                 return ""  # the actor's process ends anyway
         service = self._services[worker]
         service.failing.add(task)
+        # Without a success anywhere since it began, the environment is broken, and not this actor.
         if len(service.failing) < ACTOR_FAILURES or self._successes == service.began:
             return ""
         return f"episodes of {len(service.failing)} different tasks failed on it one after the other, last: {failure.why}"
@@ -106,11 +107,13 @@ class FailureHistory:
         """The group is finished; ``failed``: the environment of some member. Returns why to quarantine the task, or ""."""
         hangs, found = self.hangs(group), self._groups.pop(group, _GroupFailures(self._successes))
         if not failed:
+            # A Counter does not raise for a key that it lacks.
             del self.groups_failed[task]
             return ""
         others_went_well = self._successes > found.began
         if len(found.places) < min(2, self._settings.actors) or not (others_went_well or self._only_this(found, task)):
             return ""
+        # The task is to blame, so its failures must not count against the actors.
         if others_went_well:
             for service in self._services.values():
                 service.failing.discard(task)

@@ -71,6 +71,8 @@ class PolicyGroup:
         try:
             await self._meet()
         except PolicyLost as error:
+            # Without ranks the next call raises PolicyLost
+            # with this reason, and the driver rebuilds them.
             self.stop()
             self._why = str(error)
 
@@ -97,6 +99,7 @@ class PolicyGroup:
 
     async def rebuild(self) -> None:
         """Replace all ranks. They hold the start model until ``load``. Raises PolicyLost, WorkerStartFailed."""
+        # The old ranks end first: they hold the GPUs that the new ones need.
         self.stop()
         for node in self._places:
             if self._nodes is not None and not await self._nodes.lost(node):
@@ -161,6 +164,8 @@ class PolicyGroup:
                     return await self._reached(what, partial(answer, ref), lambda: answer(asks[rank]()))
                 return await answer(ref)
             except Exception as error:
+                # After a rebuild, late errors of the former
+                # ranks must not blame the new ranks' nodes.
                 if self._nodes is not None and is_lost(error) and ranks == self.ranks and rank < len(self._places):
                     self._blamed.add(self._places[rank])
                 raise
@@ -175,6 +180,8 @@ class PolicyGroup:
                 raise below from error  # without the trace that Ray puts before its text
             raise
         finally:
+            # ``gather`` raises the first error and lets the others run: with one rank dead, the
+            # rest of a collective would be awaited until the deadline.
             for call in calls:
                 call.cancel()
 
@@ -218,6 +225,7 @@ class PolicyGroup:
             )
             for rank, handle in enumerate(self.ranks)
         ]
+        # The ranks of one sequence-parallel group return the same rows: those of one rank count.
         rows = [row for part in (await self._answers("compare", asks))[::together] for row in part]
         if not rows:
             raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
@@ -252,6 +260,7 @@ class PolicyGroup:
     async def save_beside(self, folder: str, copied: asyncio.Event) -> Checksums:
         """The same while training goes on, from ``copied`` being set."""
         await self.all(PolicyRank.begin_save, folder)
+        # From here training may change the weights.
         copied.set()
         return _merged(await self.all(PolicyRank.finish_save, self.settings.step_timeout))
 

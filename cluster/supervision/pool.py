@@ -94,6 +94,8 @@ class Pool(Generic[A]):
                 worker = self._made(slot)
                 return await self._start(worker)
             except Exception as error:
+                # WorkerLost is a start that took too long:
+                # another try would cost ``start_timeout`` again.
                 if not left or not is_lost(error) or isinstance(error, WorkerLost):
                     raise
                 serial = self._serial if worker is None else worker.serial
@@ -101,6 +103,7 @@ class Pool(Generic[A]):
 
     def _made(self, slot: int) -> Worker[A]:
         self._serial += 1
+        # The slot passes its failures on, so that one which keeps failing is chosen last.
         return Worker(self._serial, slot, self._spawn(slot), misses=self._misses.pop(slot, 0))
 
     def _where(self, worker: Worker[A] | None) -> str:
@@ -116,6 +119,7 @@ class Pool(Generic[A]):
             if self._admit is not None:
                 await self._admit(worker.handle)  # last: a later weight sync finds it among the workers
         except BaseException as error:
+            # Also when cancelled: an actor in no pool would keep its CPUs and GPUs.
             ray.kill(worker.handle)
             if self._nodes is not None:
                 self._nodes.left(worker.node, self.role)
@@ -137,12 +141,14 @@ class Pool(Generic[A]):
             try:
                 await with_deadline(self.settings.start_timeout, self._changed.wait(), f"a replacement for the {self.role} role")
             except WorkerLost:
+                # A replacement under way has deadlines of its own, and the wait goes on with it.
                 if not self._replacing:
                     raise
         others = [w for w in self.workers.values() if w.slot not in avoid]
         nodes = {self._homes.get(slot) for slot in avoid}
         among = [w for w in others if w.node not in nodes] or others or list(self.workers.values())
         known = [w for w in among if affinity and w.affinities[affinity]]
+        # Ties go to the worker whose last lease is the oldest, so that all of them are used.
         worker = min(known or among, key=lambda w: (w.leases + w.misses, w.leased, w.serial))
         self._leases += 1
         worker.leases, worker.leased = worker.leases + count, self._leases
@@ -195,22 +201,28 @@ class Pool(Generic[A]):
         if worker is None:
             return
         self._misses[worker.slot] = worker.misses
+        # A worker that only hangs would hold the CPUs and GPUs of its replacement.
         ray.kill(worker.handle)
         self.budget.lost(worker.slot, why)
         if not recorded:
             self._emit(incidents.WorkerLostEvent(self.role, serial, str(why), self._where(worker)))
         task = asyncio.get_running_loop().create_task(self._replace(worker, charged))
+        # asyncio keeps weak references to tasks: without
+        # the set one may be collected before it ends.
         self._replacing.add(task)
         task.add_done_callback(self._replacing.discard)
 
     async def _replace(self, worker: Worker[A], charged: bool) -> None:
         began, slot, serial = now(), worker.slot, worker.serial
         try:
+            # Whether the node is lost may take long to
+            # find out; the role is not given up meanwhile.
             with self.budget.trying(slot):
                 charged = await self._costs(worker, charged)
             while (made := await self._try(worker, charged)) is None:
                 charged = True  # each further start is charged
         except Exception as error:
+            # Nobody awaits this task: the next lease or health check raises its failure.
             self._failure = cause(error)
             self._changed.set()
             return
@@ -244,6 +256,7 @@ class Pool(Generic[A]):
                 raise
             self.budget.why = str(error)
             self._emit(incidents.ReplacementFailed(self.role, serial, str(error), self._where(worker)))
+            # What Ray could not place failed on no node.
             placed = not isinstance(cause(error), ActorUnschedulableError)
             if placed and worker is not None and self._nodes is not None:
                 self._nodes.failed(worker.node or former.node)
@@ -262,6 +275,7 @@ class Pool(Generic[A]):
     async def check(self) -> list[Any]:
         """The health of every worker; replaces those that do not answer. Raises the failure of a replacement."""
         healthy = [(worker, submit(worker.handle, Pooled.health)) for worker in self.workers.values()]
+        # Health checks are not progress: counted, they would keep the watchdog from seeing a stall.
         answers = await self.answers("health", healthy, self.settings.health_timeout, counts=False)
         if self._failure is not None:
             raise self._failure
@@ -291,6 +305,7 @@ class Pool(Generic[A]):
 
     def stop(self) -> None:
         """End all workers and replacements under way."""
+        # First, or a replacement would start an actor after the others have ended.
         for task in self._replacing:
             task.cancel()
         for worker in self.workers.values():
@@ -357,6 +372,7 @@ class Calls(Generic[A]):
                     raise
                 error = caught
                 self.avoid.add(lease.slot)
+                # An actor that asks to be replaced costs nothing of the budget.
                 if is_spent(caught):
                     pool.retire(lease.worker, brief(caught))
                 else:

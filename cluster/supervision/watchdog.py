@@ -59,9 +59,11 @@ PERIOD = 2.0
 async def watch(settings: RecoverySettings, phase: Callable[[], str], emit: Emit, folder: Path) -> None:
     """Report a stall (nothing that the driver waits for ends) after ``stall_report`` seconds, after twice as long, and so on, with
     the stacks in ``folder``/stall-<n>.txt (or printed when the disk is full). Raises Stalled at ``stall_timeout``."""
+    # Time before the watch began is not a stall.
     WAITS.moved, due = time.monotonic(), settings.stall_report
     for number in itertools.count(1):
         while (quiet := time.monotonic() - WAITS.moved) < min(due, settings.stall_timeout):
+            # Something moved, so the next stall is reported early again.
             if quiet < settings.stall_report:
                 due = settings.stall_report
             await asyncio.sleep(LOOK)
@@ -83,6 +85,8 @@ async def watch_liveness(emit: Emit, patience: float = math.inf) -> None:
     asked = dict[Handle[Actor], int]()
     while True:
         await asyncio.sleep(ROUND)
+        # The newest first: in the mapping below the oldest
+        # wait of an actor then replaces the others.
         waits = sorted(WAITS.open.values(), key=lambda wait: wait.since, reverse=True)
         late = [wait for wait in waits if time.monotonic() - wait.since > LATE and not wait.starts]
         oldest = {wait.actor: wait for wait in late if wait.actor is not None}
@@ -253,4 +257,5 @@ def watched(note: Callable[[str], None]) -> Iterator[HeadWatch]:
         yield watch
     finally:
         over.set()
+        # Bounded: a look that hangs must not hold up the end of the run.
         thread.join(ANSWER)
