@@ -148,6 +148,7 @@ def _mask(source: Tensor, window: int | None, device: torch.device) -> BlockMask
         positions = source[0].cpu()
         sequences = _sequences(positions)
         of = torch.arange(len(sequences.starts)).repeat_interleave(sequences.lengths - sequences.shared)
+        # Tensors, since FlexAttention compiles the rule that reads them.
         start, root, shared = (field[of].to(device) for field in (sequences.starts, sequences.roots, sequences.shared))
         place = positions.to(device)
 
@@ -165,6 +166,8 @@ def _grouped_sdpa(
 ) -> tuple[Tensor, None]:
     """``query`` [B, heads, n, d], ``key`` and ``value`` [B, kv_heads, T, d], ``attention_mask`` [B, 1, n, T] or None."""
     batch, heads, new, width = query.shape
+    # A prefill needs a causal order among its queries,
+    # which heads in the place of queries would lose.
     if new > 1 or options.get("dropout"):
         return cast(tuple[Tensor, None], sdpa_attention_forward(module, query, key, value, attention_mask, **options))
     grouped = query.view(batch, key.shape[1], -1, width)
@@ -199,9 +202,12 @@ def _samples(position_ids: Tensor) -> _Layout:
 
 def _sequences(positions: Tensor) -> _Sequences:
     """Of a row with these ``positions`` [T] of its tokens in their samples."""
+    # The first token differs from itself by 0, so that it begins a sequence as well.
     starts = (positions.diff(prepend=positions[:1]) != 1).nonzero()[:, 0]
     shared = positions[starts]
     lengths = shared + torch.cat([starts, starts.new_tensor([len(positions)])]).diff()
+    # A sequence that shares a prompt follows the one
+    # that has it whole: the last such start before it.
     return _Sequences(lengths, shared, torch.where(shared == 0, starts, 0).cummax(0).values, starts)
 
 
@@ -227,8 +233,11 @@ def _part(sequences: _Sequences, total: int) -> tuple[_Part, Tensor]:
     """The part of these sequences, and which of its queries, flattened, are no padding."""
     lengths, shared, roots, starts = (field[:, None] for field in sequences)
     ahead, steps = torch.arange(int((lengths - shared).max())), torch.arange(int(lengths.max()))
+    # Padding reads any token of the row: its output is never taken.
     own = (starts + ahead).clamp(max=total - 1)
     real = (ahead < lengths - shared).flatten().nonzero()[:, 0]
+    # Without a mask SDPA takes its causal kernel, which
+    # hides the padding behind each sequence as well.
     if not shared.any():
         return _Part(own, own, None), real
     seen = torch.where(steps < shared, roots + steps, starts - shared + steps).clamp(max=total - 1)
@@ -244,6 +253,7 @@ def _attend(module: Module, query: Tensor, key: Tensor, value: Tensor, layout: _
         forward = plain_attention if plain else sdpa_attention_forward
         output, _ = forward(module, _take(queries, own), _take(keys, seen), _take(values, seen), mask, **options)
         outputs.append(output.flatten(0, 1).flatten(1))
+    # Parts are padded and sorted by kind; this puts the tokens back into the row's order.
     return torch.cat(outputs).index_select(0, layout.places).view(1, *queries.shape)
 
 
@@ -267,6 +277,7 @@ def plain_attention(
         mask = scores.new_ones(scores.shape[2:], dtype=torch.bool).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
+    # The softmax is float32 as in transformers' eager attention.
     return (scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value).transpose(1, 2), None
 
 

@@ -46,6 +46,7 @@ def advantages(rewards: Sequence[float], settings: AdvantageSettings) -> Advanta
         raise ValueError("no rewards: a group without scored members has no advantages")
     if not all(map(math.isfinite, scores)):
         raise ValueError(f"rewards {scores} are not all finite: such a trajectory is Unscored(invalid_reward)")
+    # A lone sample has no deviation: statistics.stdev would raise.
     if len(scores) == 1:
         if settings.singleton == "error":
             raise ConfigError(
@@ -54,12 +55,15 @@ def advantages(rewards: Sequence[float], settings: AdvantageSettings) -> Advanta
         return Advantages((scores[0],), 0.0, 1.0)
     base = [float(score != 0) for score in scores] if settings.baseline == "binarised" else scores
     values = _values(scores, base, settings)
+
+    # Rewards of 1e308 are finite, their differences need not be.
     if not all(map(math.isfinite, values)):
         raise ValueError(f"rewards {scores} are too far apart: an advantage is not finite")
     return Advantages(values, statistics.mean(base), statistics.stdev(base))
 
 
 def _values(scores: Sequence[float], base: Sequence[float], settings: AdvantageSettings) -> tuple[float, ...]:
+    # Rewards that differ by rounding alone would be blown up to a deviation of 1.
     if settings.baseline == "mean" and max(scores) - min(scores) <= settings.tolerance:
         return (0.0,) * len(scores)
     mean = statistics.mean(base)
@@ -81,6 +85,7 @@ class Grpo:
     def credits(self, members: Sequence[Member]) -> Sequence[float]:
         """``advantages`` of the rewards."""
         rewards = [member.reward for member in members]
+        # The draw depends on the group alone, so that a resumed run shuffles alike.
         if self.settings.permuted:
             random.Random(derive(0, "permuted rewards", members[-1].summary.id.group)).shuffle(rewards)
         return advantages(rewards, self.settings).values
@@ -103,6 +108,7 @@ class CheckedAdvantage:
         try:
             found = [value if isinstance(value, Credit) else Credit(float(value)) for value in self._credits(members)]
         except AdvantageBroken:
+            # A shipped kind raises it with its own reason, which must not be wrapped.
             raise
         except Exception as error:
             raise AdvantageBroken(f"{self._use} raised on {_which(members)}: {type(error).__name__}: {error}") from error
@@ -162,6 +168,8 @@ def with_advantages(group: Group, how: CheckedAdvantage | AdvantageSettings) -> 
         for m in group.members
     )
     group = replace(group, members=members, mean=None, std=None)
+
+    # Statistics are of scored members alone: a guessed reward would shift all others.
     positions = [i for i, m in enumerate(members) if m.kept and isinstance(m.outcome, Scored)]
     if len(positions) < how.min_group or not positions:
         lonely = Status(TrajectoryState.EXCLUDED, "min_group")
@@ -177,7 +185,11 @@ def over_step(groups: Sequence[Group], how: CheckedAdvantage) -> tuple[Group, ..
     """Returns the groups of a step with the credits of their kept members rescaled over all of them, where ``how`` does that."""
     kept = [[(i, m) for i, m in enumerate(group.members) if m.kept] for group in groups]
     before = [[m.credit or Credit(0.0) for _, m in members] for members in kept]
+
+    # Members that filters took out do not train, so
+    # they do not count in the step's deviation either.
     after = how.over_step(before)
+    # Most kinds have no scale over the step; then no group is copied.
     if after is before:
         return tuple(groups)
     return tuple(

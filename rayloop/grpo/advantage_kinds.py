@@ -96,6 +96,7 @@ class MaxRl:
         values = rewards(members)
         if min(values) < 0:
             raise AdvantageBroken(f"maxrl divides by the mean reward, which needs rewards of 0 and more; got {min(values):g}")
+
         mean = statistics.mean(values)
         return [0.0 if mean == 0 else value / mean for value in advantages(values, CENTRED).values]
 
@@ -146,6 +147,8 @@ class Gigpo:
             if len(member.summary.states) != member.summary.turns:
                 raise AdvantageBroken(f"gigpo compares turns by their states, which trajectory {member.summary.id} has not")
             for t, (state, value) in enumerate(zip(member.summary.states, turn_returns(member, s.gamma), strict=True)):
+                # Turns are compared at equal states wherever
+                # they are in their episodes, also twice in one.
                 same[state].append((i, t, value))
         turns = [[value] * member.summary.turns for value, member in zip(episode, members, strict=True)]
         for steps in same.values():
@@ -172,10 +175,15 @@ def turn_returns(member: Member, gamma: float) -> list[float]:
     steps = list(member.summary.turn_rewards) or [0.0] * turns
     if len(steps) != turns:
         raise AdvantageBroken(f"trajectory {member.summary.id} has {len(steps)} turn_rewards for {turns} sampled turns")
+
+    # Turns stand as they are trained; an agent's branches may have been sampled in another order.
     order = member.summary.order or tuple(range(turns))
     if order:
+        # What a grader gave at the end, beyond the turns'
+        # own rewards, belongs to the last turn in time.
         steps[order[-1]] += member.reward - sum(steps)
     total, found = 0.0, [0.0] * turns
+    # Backwards, so that each return builds on the one that follows it.
     for turn in reversed(order):
         total = steps[turn] + gamma * total
         found[turn] = total
@@ -198,6 +206,8 @@ def _normalised(values: Sequence[float], by_deviation: bool = True) -> Sequence[
 def _scaled(steps: Sequence[Sequence[Credit]], *, centred: bool) -> list[list[Credit]]:
     """The advantages, minus their mean where ``centred``, over the deviation of the credits' ``base``."""
     credits = [credit for group in steps for credit in group]
+
+    # The deviation may be that of the rewards, so it is computed from the bases.
     deviation = statistics.stdev([credit.base for credit in credits]) + EPS if len(credits) > 1 else 1.0
     mean = statistics.mean([credit.advantage for credit in credits]) if centred and credits else 0.0
     return [[dataclasses.replace(c, advantage=(c.advantage - mean) / deviation) for c in group] for group in steps]

@@ -26,14 +26,18 @@ def mini_batches(
     ``nominal`` (its target) gets fewer mini-batches, and never more than it has groups."""
     count = min(update.mini_batches, len(sizes))
     if nominal is not None and sum(sizes) < nominal:
+        # Updates of a short step keep their usual size: a tiny one
+        # would have a noisy gradient and the full learning rate.
         count = min(count, max(1, update.mini_batches * sum(sizes) // nominal))
     updates: list[tuple[int, ...]] = []
     for epoch in range(update.epochs):
         order = list(range(len(sizes)))
+        # The seed names step and epoch, so that a resumed run deals the same groups.
         random.Random(derive(seed, "mini_batches", step, epoch)).shuffle(order)
         dealt: list[list[int]] = [[] for _ in range(count)]
         filled = [0] * count
         for index in order:
+            # Groups differ in size once filters have cut them, so trajectories are counted.
             least = filled.index(min(filled))
             dealt[least].append(index)
             filled[least] += sizes[index]
@@ -80,8 +84,10 @@ def whole_groups(groups: Groups, world_size: int) -> Shares:
     """Longest group first, each to the rank with the fewest tokens."""
     parts = [[(group, member) for member in range(len(members))] for group, members in enumerate(groups)]
     lengths = [packed(groups, part) for part in parts]
+    # The rank's number breaks ties, and makes the result the same everywhere.
     ranks = [(0, rank) for rank in range(world_size)]
     dealt: list[list[Place]] = [[] for _ in ranks]
+    # Longest first (LPT), so that short groups fill up what long ones left uneven.
     for index in sorted(range(len(parts)), key=lambda i: (-lengths[i], i)):
         tokens, rank = ranks[0]
         heapq.heapreplace(ranks, (tokens + lengths[index], rank))
@@ -93,6 +99,7 @@ def cut_groups(groups: Groups, world_size: int) -> Shares:
     """Cuts the row of all trajectories into one piece per rank, so that the longest piece is as short as possible."""
     row = [(group, member) for group, members in enumerate(groups) for member in range(len(members))]
     low, high = 0, sum(sum(length) for members in groups for length in members)
+    # Whether pieces of a length fit is monotonous, so the shortest such length is found by halving.
     while low < high:
         middle = (low + high) // 2
         fits = len(_pieces(groups, row, middle)) <= world_size
@@ -104,12 +111,14 @@ def cut_groups(groups: Groups, world_size: int) -> Shares:
 def _pieces(groups: Groups, row: Sequence[Place], most: int) -> list[list[Place]]:
     """The row in pieces of at most so many packed tokens; a longer trajectory is a piece of its own."""
     pieces: list[list[Place]] = []
+    # More than any piece may have, so that the first trajectory begins one.
     tokens, before = most + 1, -1
     for group, member in row:
         prompt, rest = groups[group][member]
         more = rest if group == before else prompt + rest
         if tokens + more > most:
             pieces.append([])
+            # A new piece is another rank, which computes the prompt again.
             tokens, more = 0, prompt + rest
         pieces[-1].append((group, member))
         tokens, before = tokens + more, group

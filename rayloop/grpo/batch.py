@@ -133,14 +133,18 @@ def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pix
     it cannot have been sampled as recorded: its first token is a sampled one, a banned token was sampled or one that top_p and
     top_k removed, or there is not one reference log-prob per sampled token."""
     trajectory = item.trajectory
+    # Checked here, where the trajectory has a name: the scorer would give such a token -3e38 nats.
     _check_sampled(trajectory, flat)
     _check_kept(trajectory, flat)
+
     at = torch.from_numpy(flat.loss_mask.nonzero()[0])
     reference = None if item.reference is None else torch.tensor(item.reference, dtype=torch.float32)
     if reference is not None and reference.shape != at.shape:
         raise ValueError(f"trajectory {trajectory.id}: {tuple(reference.shape)} reference log-probs for {len(at)} sampled tokens")
     if len(pixels) != len(trajectory.images):
         raise ValueError(f"trajectory {trajectory.id}: pixels of {len(pixels)} images for {len(trajectory.images)} images")
+
+    # A sampled turn without tokens predicts nothing, so the prompt goes on after it.
     prompt = itertools.takewhile(lambda turn: not (turn.sampled and turn.token_ids), trajectory.turns)
     return TrainSample(
         token_ids=torch.from_numpy(flat.token_ids),
@@ -218,6 +222,7 @@ def segmented(mini_batches: Sequence[Sequence[TrainItem]]) -> list[list[TrainIte
     """Returns an item per segment, with the trajectory's advantage and the segment's part of the reference log-probs. A trajectory
     of several mini-batches has the same segments, as objects, in all of them. Raises ValueError when there is not one reference
     log-prob per sampled token, or not one advantage per sampled turn."""
+    # ``segments`` makes new objects at each call; epochs share these, so that each is scored once.
     known = {id(item.trajectory): item.trajectory.segments for items in mini_batches for item in items}
     return [
         [part for number, item in enumerate(items) for part in _parts(item, number, known[id(item.trajectory)])]
@@ -230,6 +235,7 @@ def by_segment(
 ) -> list[npt.NDArray[np.float32]]:
     """Calls ``score`` with all segments at once, and returns one array [sampled_tokens] per trajectory."""
     segments = [trajectory.segments for trajectory in trajectories]
+    # One call for all segments: scoring is collective, and packs short ones together.
     scored = iter(score([segment for parts in segments for segment in parts]))
     return [np.concatenate([next(scored) for _ in parts]) for parts in segments]
 
@@ -267,6 +273,7 @@ def _parts(item: TrainItem, number: int, segments: Sequence[Trajectory]) -> list
     if item.turns and len(item.turns) != sum(map(len, lengths)):
         what = f"{len(item.turns)} advantages for {sum(map(len, lengths))} sampled turns"
         raise ValueError(f"trajectory {item.trajectory.id}: {what}")
+    # Advantages of turns are in the order of all turns, so each segment takes its own in turn.
     turns = iter(item.turns)
     credits = [tuple(itertools.islice(turns, len(own))) for own in lengths]
     return [

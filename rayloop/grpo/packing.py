@@ -18,6 +18,8 @@ def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...],
     longer than the budget gets a group of its own. Every index occurs once."""
     groups: list[list[int]] = []
     room: list[int] = []
+    # Ties go by index: equal inputs give equal micro-
+    # batches, which a resume must repeat bit for bit.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fits = next((i for i, left in enumerate(room) if lengths[index] <= left), None)
         if fits is None:
@@ -44,12 +46,15 @@ def prompt_groups(samples: Sequence[TrainSample], budget: int) -> list[list[Trai
 
 def _prompt(sample: TrainSample) -> Hashable:
     """Equal for samples whose tokens and images before the first sampled token are the same."""
+    # Image tokens are the same for all images, so the
+    # images count as well, by their shared futures.
     images = tuple(id(pixels) for pixels in sample.pixels[: sample.prompt_images])
     return sample.token_ids[: sample.prompt_length].numpy().tobytes(), images
 
 
 def packed_length(group: Sequence[TrainSample]) -> int:
     """Tokens of samples with one common prompt, which counts once."""
+    # A group has one prompt, so that of its first sample stands for all.
     return group[0].prompt_length + sum(sample.length - sample.prompt_length for sample in group)
 
 
@@ -74,6 +79,7 @@ def pack(
     ban_end = torch.cat([s.turn_position for s in samples]) < per_token([s.sampling.min_tokens for s in samples], torch.int64)
     end_tokens = sampling.end_tokens if ban_end.any() else ()
     images = [pair for s in samples for pair in zip(s.pixels, s.grids, strict=True)]
+    # Without pooling the pixels are in the order of the row, so images stay repeated.
     keys = [id(pixels) if share_images else i for i, (pixels, _) in enumerate(images)]
     distinct = dict(zip(keys, images, strict=True))
     order = {key: i for i, key in enumerate(distinct)}
@@ -82,6 +88,7 @@ def pack(
     return Batch(
         token_ids=token_ids[None],
         position_ids=position_ids[:, None],
+        # A copy of row 0 that stays on the host: attention reads where samples begin from it.
         starts=position_ids[:1],
         pixel_values=torch.cat([pixels.result() for pixels, _ in distinct.values()]) if images else None,
         image_grid=torch.tensor([grid for _, grid in distinct.values()]) if images else None,
@@ -105,6 +112,7 @@ def pack(
         old=_all_or_none([s.old for s in predicting], "old log-probs"),
         on_policy=per_token([s.on_policy for s in samples], torch.bool),
         lag=per_token([s.lag for s in samples], torch.int64),
+        # Greedy samples have temperature 0: their log-probs are those at 1.
         temperature=per_token([s.sampling.temperature or 1.0 for s in samples], torch.float32),
         ban_end=ban_end,
         banned_tokens=torch.tensor(sampling.banned_tokens, dtype=torch.int64),
@@ -135,6 +143,8 @@ def _predict(samples: Sequence[TrainSample]) -> list[Tensor]:
     """Where in the row of all ``samples`` the hidden states are that predict the tokens of each."""
     places, start, prompt_end = [], 0, 0
     for sample in samples:
+        # A sample without its prompt begins behind the others,
+        # but its first token follows the prompt's last one.
         prompt_end = start + sample.prompt_length - 1 if sample.prompt_length else prompt_end
         places.append(torch.where(sample.predict < 0, prompt_end, start + sample.predict))
         start += sample.length
@@ -145,6 +155,7 @@ def _all_or_none(values: Sequence[Tensor | None], name: str) -> Tensor | None:
     """[N] of all samples, or None when no sample has them. Raises ValueError when only some do."""
     present = [value for value in values if value is not None]
     if len(present) == len(values):
+        # torch.cat refuses an empty list, which a batch of the dummy alone gives.
         return torch.cat([torch.zeros(0), *present])
     if present:
         raise ValueError(f"{len(values) - len(present)} of {len(values)} packed samples lack {name}")
@@ -170,6 +181,7 @@ def _kept(samples: Sequence[TrainSample]) -> Tensor | None:
 
 
 def _common_sampling(samples: Sequence[TrainSample]) -> Sampling:
+    # The scorer masks the whole batch with one table of tokens.
     masks = {(s.sampling.banned_tokens, s.sampling.end_tokens) for s in samples}
     if len(masks) > 1:
         raise ValueError(f"packed samples have {len(masks)} different pairs of banned_tokens and end_tokens; one run has one")

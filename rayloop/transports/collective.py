@@ -45,6 +45,8 @@ def buckets(weights: Iterable[tuple[str, Tensor]], limit: int, device: torch.dev
             tensors = {}
         if not tensors:
             used, size = 0, max(_room(tensor.nbytes), limit)
+            # Each bucket has memory of its own: on a CPU the object store's copy is the bucket
+            # itself. Pinned memory lets the copy from a GPU run by itself.
             bucket = torch.empty(size, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu" != tensor.device.type)
         tensors[name] = bucket[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         used += _room(tensor.nbytes)
@@ -94,22 +96,31 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
     async def deliver(self, policy: WeightExporter, rollouts: Rollouts, version: Version) -> None:
         """Broadcasts to the engines in service, in a new process group if they have changed or the last broadcast failed; falls
         back to the object store. Raises PolicyLost, WeightSyncError for damaged weights, and what the last copy raised."""
+        # The last copy must end before its arrays are replaced. Its failure counts, unless the
+        # policy was lost, which the next call finds out by itself.
         if self._copy is not None:
             await asyncio.wait({self._copy})
             with suppress(PolicyLost, asyncio.CancelledError):
                 self._copy.result()
         meeting = await policy.ask(BroadcastSender.invite, rollouts.members, self._failures)
         sending = asyncio.ensure_future(policy.send(version, meeting))
+        # It exports once the sending has ended: the sender
+        # then has the copy, of a failed broadcast, too.
         self._copy = asyncio.create_task(_copied(policy, version, sending))
+        # Before the first load: an engine that starts
+        # meanwhile was not invited, and takes the copy.
         rollouts.keep(WeightUpdate(Manifest(version, {}), self._copy))
         receiving = rollouts.load(WeightUpdate(Manifest(version, {}), meeting))
         try:
+            # Both are awaited, and the sender's error counts
+            # first: a lost policy fails the receivers as well.
             for end in await asyncio.gather(sending, receiving, return_exceptions=True):
                 if isinstance(end, BaseException):
                     raise end
         except BroadcastFailed as error:
             self._failures += 1
             rollouts.fell_back(version, error)
+            # shield: a cancelled delivery must leave the copy to the engines that wait for it.
             await rollouts.load(await asyncio.shield(self._copy))
 
 
@@ -144,6 +155,8 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
             self._invited = (engines, failures)
             size = 1 + len(engines) * max(1, self._settings.workers)
             port = self._membership.serve(self._host)
+            # A random name for each group: a late member
+            # of an earlier one finds no place in this one.
             self._meeting = BroadcastGroup(self._host, port, secrets.token_hex(16), size)
         return self._meeting
 
@@ -155,6 +168,8 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         membership, records, arrays = self._membership, dict[str, TensorRecord](), dict[str, Any]()
         broken: list[RuntimeError] = []
 
+        # Weights must be gathered to their end on all ranks,
+        # so a failed broadcast only stops the sending.
         def attempt(step: Callable[..., None], *arguments: Any) -> None:
             try:
                 if not broken:
@@ -200,6 +215,7 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
         sizes = [len(text), 0 if bucket is None else bucket.nbytes]
         membership.broadcast(torch.tensor(sizes, device=membership.device))
         if bucket is not None:
+            # frombuffer warns of memory that cannot be written, such as that of bytes.
             membership.broadcast(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(membership.device))
             membership.broadcast(bucket)
 
@@ -211,9 +227,11 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
             return bucket
         copying = self._copying = self._copying or torch.cuda.Stream()
         copying.synchronize()  # so that two buckets are on the GPU at most
+        # The bucket is filled on the current stream, and the copy must not begin before that.
         copying.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copying):
             copy = torch.empty_like(bucket, device="cpu", pin_memory=True).copy_(bucket, non_blocking=True)
+        # Otherwise PyTorch hands its memory to the next bucket as soon as Python drops this one.
         bucket.record_stream(copying)
         return copy
 
@@ -258,11 +276,14 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
                 self._records |= records
                 tensors = views(bucket, records)
                 faults += damage(records, tensors)
+                # A damaged tensor must not reach the engine, but
+                # its sender goes on, so the rest is received.
                 if not faults:
                     yield from tensors.items()
         except RuntimeError as error:
             self._membership.leave()
             raise BroadcastFailed(f"version {version}: could not receive the broadcast: {error}") from error
+        # Raised at the end: an exception in the loop would leave the other members waiting.
         complain(version, faults)
 
     def _receive_bucket(self) -> tuple[dict[str, TensorRecord], Tensor] | None:

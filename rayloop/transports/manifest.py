@@ -37,7 +37,10 @@ def _factors(device: torch.device) -> Tensor:
     """[2, COLUMNS] odd numbers, int64, that differ like random ones: for the words of a row, and for the rows."""
     numbers = torch.arange(1, 2 * COLUMNS + 1, device=device) * ODD
     for shift in (29, 32):
+        # A shift, xor and odd product, as in splitmix64:
+        # numbers that follow each other then look random.
         numbers = (numbers ^ (numbers >> shift)) * ODD
+    # An odd factor can be undone modulo 2**64, so that no changed word is lost.
     return (numbers | 1).view(2, COLUMNS)
 
 
@@ -46,6 +49,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """[] int64, on the tensor's device: the sum modulo 2**64 of its 32-bit words (0 fills up the last one), each times the factors
     of its column and its row (multilinear hashing, arXiv:1202.4961). For tensors of up to 16 GiB."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    # A view as int32 needs whole words that begin at a multiple of four bytes.
     if flat.numel() % 4 or flat.storage_offset() % 4:
         flat = torch.cat([flat, flat.new_zeros(-flat.numel() % 4)])
     words, (of_column, of_row) = flat.view(torch.int32), _factors(flat.device)
@@ -53,11 +57,13 @@ def checksum(tensor: Tensor) -> Tensor:
     rows = words[:whole].view(-1, COLUMNS).split(1 if flat.device.type == "cpu" else ROWS)
     last = (words[whole:] * of_column[: len(words) - whole]).sum(0, keepdim=True)
     sums = torch.cat([*((some * of_column).sum(1) for some in rows), last])
+    # int64 wraps around, which is arithmetic modulo 2**64 in any order of the sums.
     return (sums * of_row[: len(sums)]).sum()
 
 
 def has_nan(tensor: Tensor) -> Tensor:
     """[] int32, on the tensor's device: 1 where it holds NaN or an infinity. Takes a tenth of the time of ``checksum``."""
+    # aminmax refuses an empty tensor.
     if not tensor.numel() or not tensor.is_floating_point():
         return torch.zeros((), dtype=torch.int32, device=tensor.device)
     extremes = torch.stack(tensor.detach().aminmax())  # NaN is kept by both
@@ -84,6 +90,7 @@ def manifest(version: Version, tensors: Mapping[str, Tensor]) -> Manifest:
 
 def verify(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     """Raises WeightSyncError, which names every missing, unknown, short, misshapen or corrupt tensor."""
+    # Names come first: ``damage`` looks each of them up.
     complain(manifest.version, name_faults(manifest, tensors))
     complain(manifest.version, damage(manifest.tensors, tensors))
 
@@ -93,6 +100,7 @@ def damage(records: Mapping[str, TensorRecord], tensors: Mapping[str, Tensor]) -
     faults: list[str] = []
     for (name, expected), found in zip(records.items(), _checksums(tensors[name] for name in records), strict=True):
         tensor = tensors[name]
+        # The number of bytes comes first: shape and checksum of a short tensor explain nothing.
         if tensor.nbytes != expected.nbytes:
             faults.append(f"{name}: {tensor.nbytes} of {expected.nbytes} bytes")
         elif (shape := tuple(tensor.shape), dtype := _dtype_name(tensor)) != (expected.shape, expected.dtype):

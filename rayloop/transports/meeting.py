@@ -32,6 +32,7 @@ class Meeting:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host, port), family=family) as listening:  # torch's own would listen on all interfaces
             port = listening.getsockname()[1]
+            # The socket closes with this block, so torch gets a descriptor that stays open.
             self._door = os.dup(listening.fileno())
         self._store = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=self._timeout, master_listen_fd=self._door
@@ -49,11 +50,13 @@ class Meeting:
             self._admit(secret, size)
             return 0, dist.PrefixStore(secret, self._store)
         if rank is None:
+            # The store counts up for one client at a time, so that no two members get one rank.
             rank = int(self._store.add(_name(secret, "joined"), 1))
         if rank >= size:
             del self._store  # the others do not begin before this connection is closed
             raise RuntimeError(f"{rank} receivers came to a meeting of {size - 1}")
         self._store.set(_name(secret, f"came {rank}"), "")
+        # The addresses of the members must not be written while a stranger could still connect.
         self._store.wait([_name(secret, "begin")], self._timeout)
         return rank, dist.PrefixStore(secret, self._store)
 
@@ -66,6 +69,8 @@ class Meeting:
                 within = self._timeout.total_seconds()
                 raise RuntimeError(f"{came} of {len(names)} receivers came to the meeting within {within:g} s")
             time.sleep(LOOK)
+
+        # The door is shut before connections are counted, or one could slip in after the count.
         self._close()
         while len(guests := self._guests()) > size:  # one too many of ours leaves at once
             if time.monotonic() > deadline:
@@ -81,6 +86,8 @@ class Meeting:
             nobody.bind(str(Path(folder) / "s"))
             nobody.listen()
             nobody.setblocking(False)
+            # dup2 replaces the listening socket in one step:
+            # torch's poll goes on with the same number.
             os.dup2(nobody.fileno(), self._door)
 
     def _guests(self) -> list[str]:

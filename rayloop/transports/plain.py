@@ -27,6 +27,7 @@ class ArraySender(Sender[Arrays]):
         """On CPU the arrays share memory with ``tensors``: return them from the actor before the next update."""
         from rayloop.transports.manifest import manifest, raw
 
+        # Copied once: checksum and bytes are both computed on the host.
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         return WeightUpdate(manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()})
 
@@ -44,6 +45,7 @@ class ArrayReceiver(Receiver[Arrays]):
         for name, expected in manifest.tensors.items():
             if name in source and source[name].nbytes != expected.nbytes:
                 faults.append(f"{name}: {source[name].nbytes} of {expected.nbytes} bytes")
+        # A short array cannot be viewed in its shape, so lengths are compared before.
         complain(manifest.version, faults)
         tensors = {
             name: torch.from_numpy(source[name]).view(DTYPES[expected.dtype]).view(expected.shape)

@@ -41,6 +41,9 @@ class Membership:
         constructor has no deadline."""
         if self._group is not None and name == self._name:
             return
+
+        # Leaving closes the last group's connections: a
+        # member that still waits there fails at once.
         self.leave()
         meeting = self._opened or Meeting(host, port, self._timeout.total_seconds(), first=False)
         rank, store = meeting.join(name, size)
@@ -54,11 +57,13 @@ class Membership:
 
     def leave(self) -> None:
         """Close the connections to the other members."""
+        # The connections close with the last reference to the group.
         self._group = self._name = None
 
 
 def _nccl(*arguments: Any) -> Any:
     """Returns an NCCL group. Only its constructor sees ``RAISING``, so the trainer's groups keep their behaviour."""
+    # The environment is the whole process's: two constructors at once would restore it wrongly.
     with CONSTRUCTING, _unpinned():
         before = {name: os.environ.get(name) for name in RAISING}
         os.environ |= RAISING
@@ -72,6 +77,7 @@ def _nccl(*arguments: Any) -> Any:
 def _unpinned() -> AbstractContextManager[Any]:
     """With ``VLLM_BATCH_INVARIANT`` vLLM pins algorithm and protocol of NCCL in its processes, and has their module loaded. The
     trainer does not, and NCCL reconciles nothing: a group of both would hang where no deadline reaches."""
+    # Looked up, not imported: a trainer without vLLM must not load it.
     vllm = sys.modules.get("vllm.utils.nccl")
     unpinned: AbstractContextManager[Any] = vllm.unpinned_nccl_env() if vllm else nullcontext()
     return unpinned

@@ -89,6 +89,7 @@ class NcclTransport(BroadcastTransport):
 
     def problems(self, placed: Placed) -> Iterator[str]:
         """NCCL needs GPUs that are not shared."""
+        # NCCL refuses a communicator with two ranks on one device.
         if min(placed.policy_gpus, placed.rollout_gpus) < 1:
             yield (
                 f"weight_sync.transport.kind: nccl sends between GPUs that are not shared, and {placed}. Give each one, "

@@ -55,6 +55,7 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
         config = AutoConfig.from_pretrained(settings.path, trust_remote_code=False)
         vision = has_vision(config)
         quantised = "quantization_config" in config.to_dict()
+        # The configuration alone decides it, before gigabytes are read.
         if why := unsupported(config.model_type, vision, config.get_text_config().to_dict(), quantised):
             raise ConfigError(f"model.path {settings.path}: {why}")
         _without_dropout(config)
@@ -74,6 +75,7 @@ def load_model(settings: ModelSettings, *, dtype: torch.dtype = torch.float32, w
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(f"model.path {settings.path} lacks {len(missing)} weights, first {missing[0]}")
     if weights:
+        # transformers loads NaN without a word, and the first update would spread it.
         _refuse_nan(model, settings.path)
     if family(config.model_type).images == "patches":
         _patches_by_matmul(model)
@@ -175,6 +177,9 @@ class Vision:
             grid = (tiles, *(side // self._geometry.patch for side in sides))
         else:
             grid = tuple(features["image_grid_thw"][0].tolist())
+
+        # The prompt has as many image tokens as its grid
+        # says: another grid would shift all that follow.
         if grid != tuple(ref.grid):
             raise DataFailure(name, f"the processor's grid is {grid}, the prompt was rendered for {tuple(ref.grid)}")
         return pixels
@@ -261,6 +266,8 @@ def checkpoint_names(model: PreTrainedModel) -> dict[str, str]:
     fused = FUSED if family(model.config.model_type).experts else ()
     names = [name for name in every if not name.endswith(fused)]
     try:
+        # A number stands for each tensor: where it comes out shows its name in the checkpoint. Two
+        # elements show a merge by their shape.
         tags = revert_weight_conversion(model, {name: torch.tensor([i, i]) for i, name in enumerate(names)})
     except (IndexError, RuntimeError, ValueError):  # a conversion of tensors of other shapes
         tags = {}
@@ -282,7 +289,11 @@ def hf_state(model: PreTrainedModel) -> dict[str, Tensor]:
 def copy_weights(manifest: Manifest, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
     """Verify the weights, then copy them into ``parameters`` (see ``hf_state``) in place, converted to their dtype. Raises
     WeightSyncError, also for weights of another model; nothing is copied then."""
+    # All checks come before the first copy: half of
+    # the new weights would be worse than the old ones.
     verify(manifest, tensors)
+
+    # A tensor that is left out would keep the old weights without a sign.
     missing, unknown = parameters.keys() - tensors.keys(), tensors.keys() - parameters.keys()
     shapes = [name for name in parameters.keys() & tensors.keys() if parameters[name].shape != tensors[name].shape]
     if missing or unknown or shapes:
@@ -325,6 +336,7 @@ def collapsed(prompt: TokenPrompt, image_token: int | None, *, around: bool = Fa
     if len(where) != sum(counts):
         raise DataFailure("prompt", f"{len(where)} image tokens, but its {len(counts)} images need {sum(counts)}")
     ends = np.cumsum([0, *counts])
+    # The first token of each image stays; the engine expands it again to as many as its grid needs.
     gone: list[npt.NDArray[np.int64]] = [np.delete(where, ends[:-1])]
     if around and counts:
         gone += [where[ends[:-1]] - 1, where[ends[1:] - 1] + 1]

@@ -39,6 +39,7 @@ def save_model(
     if dtype is not None:
         tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
     for file in Path(source).iterdir():
+        # An index or adapters of the source would make loaders look for its weights.
         weights = file.suffix in WEIGHTS or file.name.endswith(".index.json") or file.name == ADAPTERS[0]
         if file.is_file() and not weights:
             shutil.copyfile(file, target / file.name)
@@ -69,6 +70,7 @@ def _set_limits(folder: Path, settings: ModelSettings) -> None:
         if not file.is_file():
             continue
         found = json.loads(file.read_text(encoding="utf-8"))
+        # A loader may read either file, so both get the limits.
         whole = file.name == PROCESSORS[0]
         part = found if whole else found.get("image_processor")
         if isinstance(part, dict):
@@ -82,6 +84,7 @@ def _set_ends(folder: Path, settings: ModelSettings) -> None:
     file = folder / "generation_config.json"
     described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = described.get("text_config") or described
+    # A new file hides what transformers would otherwise take from config.json.
     kept = {name: text[name] for name in ("bos_token_id", "pad_token_id") if text.get(name) is not None}
     found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else kept
     _write(file, {**found, "eos_token_id": sorted(Renderer(settings).end_tokens)})

@@ -42,6 +42,9 @@ def completed(
 ) -> list[TrainSample]:
     """The samples with ``chosen`` and ``elsewhere``. ``scores``: of the samples ``scored``. Collective."""
     found = dict(zip(map(id, scored), scores, strict=True))
+
+    # The quantile is the whole update's, and finding it
+    # is collective: also for a rank without samples.
     bound = None
     if loss.top_entropy_quantile < 1:
         learning = [found[id(s)].entropy for s in samples if s.streams.rl]
@@ -52,6 +55,7 @@ def completed(
             sequences[sample.part_of].append(sample)
     made = []
     for sample in samples:
+        # Equality of samples would compare tensors, so they are distinguished by identity.
         others = [other for other in sequences[sample.part_of] if other is not sample]
         entropy = found[id(sample)].entropy if bound is not None else None
         chosen = None if entropy is None else (entropy >= bound).float()
@@ -67,8 +71,10 @@ def _constants(sample: TrainSample, scores: Scores) -> Elsewhere:
     return Elsewhere(
         current=scores.logprobs,
         old=old,
+        # The same rule as in ``PolicyLoss``, which sees only the tokens of its own micro-batch.
         behaviour=old if sample.on_policy else sample.behaviour,
         advantage=sample.advantages,
+        # ``pack`` fills in the trajectory's number, which is known once the row is put together.
         segment=torch.zeros(len(sample.predict), dtype=torch.int64),
         reference=sample.reference,
         entropy=scores.entropy,

@@ -39,6 +39,7 @@ class Collator:
         self._engine = engine
         self._pool = ThreadPoolExecutor(min(THREADS, cores()), "pixels")
         self._packer = ThreadPoolExecutor(1, "packing")  # one of its own: it waits for those that decode
+        # The samples own the pixels: their memory goes back when a step's samples end.
         self._promised: WeakValueDictionary[tuple[str, bool], Future[Tensor]] = WeakValueDictionary()
         self._positions = tensor_cache(POSITIONS)
         self._dummy = self._make_dummy()
@@ -74,9 +75,12 @@ class Collator:
     def ahead(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
         """Yields the ``batch`` of each part of the plan, in order; while the caller computes with one, a thread packs the next.
         Raises what ``batch`` raises, at the part that causes it."""
+        # Only one part is packed ahead: each holds the pixels of all its images.
         promises = deque(self._packer.submit(self._packed, part) for part in plan[:1])
         try:
             for number in range(1, len(plan) + 1):
+                # The next one is handed in before the caller
+                # computes, so that packing and computing overlap.
                 promises.extend(self._packer.submit(self._packed, part) for part in plan[number : number + 1])
                 yield promises.popleft().result().to(self._device)
         finally:
@@ -109,11 +113,14 @@ class Collator:
         token_ids, grids = (flat.token_ids, np.array([image.grid for image in trajectory.images], np.int64).reshape(-1, 3))
         images = token_ids == self._model.config.image_token_id if self._vision else np.zeros(0, np.bool_)
         start = int(images.nonzero()[0].max(initial=-1)) + 1
+
+        # The same tokens have other positions with images of other grids, so both make the key.
         key = sha256(token_ids[:start].tobytes() + grids.tobytes()).hexdigest()
         first = self._positions.made(
             key, lambda: positions(self._model, torch.from_numpy(token_ids[:start]), torch.from_numpy(grids))
         )
         ahead = torch.arange(len(token_ids) - start)
+        # Row 0 counts tokens; M-RoPE's other rows go on together from their common maximum.
         rest = torch.cat([_after(rows) + ahead.expand(len(rows), -1) for rows in (first[:1], first[1:])])
         return torch.cat([first, rest], dim=1)
 

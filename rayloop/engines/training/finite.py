@@ -16,6 +16,7 @@ def not_finite(state: Mapping[str, Any], device: torch.device) -> str:
     """Which tensors, of mappings of mappings, hold NaN or an infinity on any rank; "" for none. Collective: all ranks have the
     same names."""
     tensors = dict(_flat(state))
+    # One flag for each tensor travels in one collective, and the host waits for the device once.
     found = torch.stack([has_nan(local(tensor)).to(device) for tensor in tensors.values()])
     dist.all_reduce(found, dist.ReduceOp.MAX)
     wrong = [name for name, bad in zip(tensors, found.tolist(), strict=True) if bad]

@@ -75,11 +75,14 @@ class FsdpEngine:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cpu":
             keep_freed()
+
         torch.manual_seed(seed)  # what new adapters start from
         mesh = join(self._device.type, rank, world_size, init_method, COLLECTIVE_TIMEOUT, settings.replicas)
         try:
             self._load(model, mesh)
         except BaseException:
+            # A default group that stays behind would make the
+            # next init_process_group of this process fail.
             if init_method is not None:
                 dist.destroy_process_group()
             raise
@@ -91,6 +94,9 @@ class FsdpEngine:
         self.gaps: Mapping[TrajectoryId, TurnGaps] = {}
         """Of the trajectories that ``train`` computed last, under the weights before its first update."""
         self._savers: dist.ProcessGroup | None = None
+
+        # Ranks draw differently from here on: with one seed,
+        # dropout would leave out the same places on each.
         torch.manual_seed(derive(seed, "trainer", rank))
         counts = [sum(p.numel() for p in chosen.values()) for chosen in (trainable, self._parameters)]
         logger.info("training %d of %d parameters", *counts)
@@ -100,10 +106,14 @@ class FsdpEngine:
         settings = self._settings
         if flex_chosen() and self._device.type == "cpu":
             raise ConfigError("RAYLOOP_ATTENTION: flex has no backward pass on a CPU. Unset the variable")
+        # float32: an AdamW step of 1e-6 is below the rounding
+        # of most bfloat16 weights, and would be lost.
         self._model = from_first(lambda weights: load_model(model, dtype=torch.float32, weights=weights), mesh)
         self._names = checkpoint_names(self._model)
         self.family = family(self._model.config.model_type)
         self._collator = Collator(self._model, model, settings, self._device)
+        # fully_shard replaces the parameters that it
+        # finds, so adapters and frozen parts come first.
         choose_trainable(self._model, settings, self._names, recomputes=settings.recomputes(self._device.type == "cuda"))
         options: Any = {"learns_entropy": self._loss_settings.uses_entropy, "together": settings.sequence_parallel}
         scorer = on_all_ranks(lambda: Scorer(self._model, settings.logprob_chunk, **options))
@@ -116,6 +126,8 @@ class FsdpEngine:
             self._scorer.to(device or self._device)
             self._optimizer.move(device or self._device)
             if self._device.type == "cuda":
+                # PyTorch keeps freed blocks for itself; an
+                # engine that shares the GPU needs them back.
                 torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -128,12 +140,18 @@ class FsdpEngine:
         sequence group have in common. Raises ValueError when the ranks pass different numbers of mini-batches, DataFailure for an
         unusable image on any rank, Diverged after too many skipped updates in a row."""
         began = time.perf_counter()
+        # The largest of the negated numbers is the smallest number: one collective finds both.
         counts = total([len(mini_batches), -len(mini_batches)], self._device, dist.ReduceOp.MAX)
         if counts[0] != -counts[1]:
             raise ValueError(f"the ranks got from {-counts[1]:.0f} to {counts[0]:.0f} mini-batches; each needs as many")
+
+        # They are counted while they are whole: a trajectory of several sequences counts once.
         played = {id(item.trajectory) for items in mini_batches for item in items if item.trajectory.sampled_tokens}
         mini_batches = on_all_ranks(lambda: segmented(mini_batches))
         samples = on_all_ranks(lambda: [[self._collator.sample(item) for item in items] for items in mini_batches])
+
+        # The only update of a step begins at the old
+        # weights, so its old log-probs are its current ones.
         if len(mini_batches) > 1:
             samples = self._with_old_logprobs(mini_batches, samples)
         self._gaps.clear()
@@ -145,6 +163,8 @@ class FsdpEngine:
         self, mini_batches: Sequence[Sequence[TrainItem]], samples: Sequence[Sequence[TrainSample]]
     ) -> list[list[TrainSample]]:
         """The samples with the log-probs before the first update; a trajectory of several epochs is scored once."""
+        # ``segmented`` gives a trajectory the same objects
+        # in each epoch, so that their ids name them.
         distinct = {
             id(item.trajectory): sample
             for items, share in zip(mini_batches, samples, strict=True)
@@ -163,7 +183,11 @@ class FsdpEngine:
         given = dict(zip(map(id, completed), map(id, samples), strict=True))
         loss = torch.zeros((), dtype=torch.float64, device=self._device)
         metrics, contributing = LossMetrics.zero(self._device), beforehand.contributing(completed, self._loss_settings)
+
+        # ``_completed`` may have scored samples, which leaves the model in eval mode.
         self._scorer.train()
+
+        # Losses and differences stay on the device: reading one would wait for each micro-batch.
         plan, differences = self._equal_number(self._collator.plan(contributing)), list[Tensor]()
         for number, batch in enumerate(self._batches(plan), 1):
             self._reduce(number == len(plan))
@@ -178,6 +202,8 @@ class FsdpEngine:
         self._gaps.update((given[id(sample)], gaps) for sample, gaps in zip(planned, each, strict=True))
         if self._rank % self._settings.sequence_parallel:  # what the ranks of a sequence group have in common counts once
             return Update(0.0, LossMetrics.zero(self._device), done, 0, 0)
+
+        # The one place where an update waits for the value of its loss.
         return Update(float(loss), metrics, done, tokens, computed)
 
     def _completed(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:
@@ -185,12 +211,14 @@ class FsdpEngine:
         if not beforehand.is_needed(self._loss_settings):
             return samples
         first = beforehand.to_score(samples, self._loss_settings)
+        # Scoring gathers weights on all ranks, so they decide together whether there is any.
         (most,) = total([len(first)], self._device, dist.ReduceOp.MAX)
         return beforehand.completed(samples, first, self._score(first, entropy=True), self._loss_settings) if most else samples
 
     def _batches(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
         """Yields the packed micro-batches. Raises on all ranks the error of an image on one rank; the update is then discarded."""
         batches = self._collator.ahead(plan)
+        # ``next`` is never called past the end: ``on_all_ranks`` does not pass a StopIteration on.
         for _ in plan:
             try:
                 batch = on_all_ranks(lambda: next(batches))
@@ -208,6 +236,8 @@ class FsdpEngine:
 
     def _discard(self) -> None:
         """Drop the gradients of an update, also those that wait to be summed."""
+        # FSDP holds gradients that wait outside of ``grad``, where zero_grad does not find them. A
+        # pass with a loss of 0 makes it sum and release them.
         if (self._settings.replicas > 1 or self._settings.lora) and self._scorer.training:
             self._reduce(last=True)
             (0.0 * self._scorer(self._collator.batch([])).logprobs.sum()).backward()
@@ -215,6 +245,8 @@ class FsdpEngine:
 
     def _equal_number(self, plan: list[list[TrainSample]]) -> list[list[TrainSample]]:
         """The plan with empty micro-batches added, so that all ranks run as many, and at least one."""
+        # FSDP gathers weights in each pass: a rank with
+        # fewer passes would leave the others waiting.
         (most,) = total([max(1, len(plan))], self._device, dist.ReduceOp.MAX)
         return plan + [[] for _ in range(int(most) - len(plan))]
 
@@ -235,6 +267,8 @@ class FsdpEngine:
             chosen=batch.chosen,
             elsewhere=batch.elsewhere,
         )
+
+        # A stream without a token on any rank has no denominator, and all ranks leave it out.
         parts = list[Tensor]()
         for stream, denominator in denominators.items():
             values: Tensor | None = getattr(result, stream)
@@ -242,6 +276,8 @@ class FsdpEngine:
                 lengths = batch.group_tokens, batch.trajectory_tokens
                 weights = token_weights(batch.segment, self._loss_settings, denominator, *lengths)
                 parts.append((getattr(batch, stream) * weights * values).sum())
+        # An empty micro-batch needs a graph, too: its
+        # backward pass takes part in the others' collectives.
         return torch.stack(parts or [0.0 * current.sum()]).sum(), result.metrics, (old - batch.behaviour).abs()
 
     def _report(self, updates: Sequence[Update], trajectories: int, seconds: float) -> dict[str, float]:
@@ -251,6 +287,8 @@ class FsdpEngine:
         metrics = LossMetrics.zero(self._device)
         for update in applied:
             metrics = metrics.merge(update.metrics)
+
+        # The gradient's norm is global, so that all ranks have applied the same updates.
         dist.all_reduce(metrics.sums)
         dist.all_reduce(metrics.maxima, dist.ReduceOp.MAX)
         own = trajectories / self._settings.sequence_parallel
@@ -270,6 +308,8 @@ class FsdpEngine:
                 "actor/grad_norm": sum(u.step.grad_norm for u in applied) / len(applied),
                 "actor/lr": applied[-1].step.lr,
             }
+
+        # All ranks have the same sums here, so their coefficients stay equal without a message.
         found = metrics.finalize() | self._policy_loss.coefficients.adapting()
         self._policy_loss.coefficients.after(found, trained)
         return report | {f"actor/{name}": value for name, value in found.items()}
@@ -322,6 +362,7 @@ class FsdpEngine:
         """A parameter, with its adapter, if it has one. Converted before it moves, unless an adapter is merged into it."""
         down, up = (self._parameters.get(adapter) for adapter in adapter_names(base_name(name)))
         if self._settings.lora is None or down is None or up is None:
+            # Each value is rounded once in either order, and this one sends half of the bytes.
             return gather(weight.to(dtype))
         return merged(gather(weight), gather(down.detach()), gather(up.detach()), self._settings.lora).to(dtype)
 
@@ -340,6 +381,7 @@ class FsdpEngine:
         chosen, shards = set(groups[group]), self._world_size // self._settings.replicas
         for name, parameter in self._parameters.items():
             if (name if is_adapter(name) else self._names[base_name(name)]) in chosen:
+                # Replicas hold the same shard, and must add the same noise to it.
                 generator = torch.Generator().manual_seed(derive(self._seed, "perturb", name, self._rank % shards))
                 least = lora.rank**0.5 / lora.alpha if lora and is_up(name) else 0.0  # a new adapter's is 0
                 self._unperturbed[name] = add_noise(parameter, PERTURBATION, generator, self._device, least)
@@ -359,8 +401,11 @@ class FsdpEngine:
 
     def begin_save(self, folder: str) -> Future[dict[str, Checksum]]:
         """``save`` beside training: returns when the state is copied. The future has the result of ``save``. Only one at a time."""
+        # The random state is read here, since training draws from it while the files are written.
         own, random = state.copied(self._saved(folder)), state.random_state()
         if self._savers is None:
+            # In one group the writing thread's collectives would mix
+            # with those of training, in another order on each rank.
             within = timedelta(seconds=COLLECTIVE_TIMEOUT)
             self._savers = dist.new_group(backend="gloo", timeout=within)
         written: Future[dict[str, Checksum]] = asked()
@@ -383,6 +428,8 @@ class FsdpEngine:
         state.load(folder, own, self._rank, sums)
         if wrong := not_finite(own, self._device):
             raise Damaged(folder, f"the trainer's state was saved when it was not numbers any more: {wrong}")
+
+        # ``state.load`` fills tensors in place; a number must be taken out of its tensor.
         self._optimizer.updates = int(own["updates"].item())
         if "coefficients" in own:
             self._policy_loss.coefficients.load(own["coefficients"])

@@ -68,6 +68,7 @@ def _entry(value: Any) -> TensorEntry:
 
 
 def _number(value: Any) -> int:
+    # A JSON ``true`` would pass isinstance: bool is a subclass of int.
     if type(value) is not int or value < 0:
         raise TypeError(f"{value!r} is no number of the index")
     return value
@@ -86,6 +87,7 @@ def _checked(name: str, entry: TensorEntry) -> TensorEntry:
             at + size <= whole for at, size, whole in zip(piece.at, piece.shape, entry.shape, strict=True)
         )
         sized = piece.crc32 is None or piece.bytes == math.prod(piece.shape) * SIZES[entry.dtype]
+        # The name is matched whole: an index must not lead to a file outside of the checkpoint.
         if not inside or not sized or not _NAMES.fullmatch(piece.file):
             raise ValueError(f"its index names a piece of {name} that does not fit: {piece}")
     covered = sum(math.prod(piece.shape) for piece in entry.pieces)
@@ -111,6 +113,7 @@ def _old_entry(name: str, tensor: Any, places: Mapping[Any, Any]) -> TensorEntry
     pieces = []
     for chunk in tensor.chunks:
         at = _numbers(chunk.offsets)
+        # A tensor that was saved whole is stored without an offset.
         info = places[name, at] if (name, at) in places else places[name, ()]
         place = (info.relative_path, _number(info.offset), _number(info.length))
         pieces.append(Piece(at, _numbers(chunk.sizes), *place, crc32=None))
@@ -155,6 +158,8 @@ class _Reader(pickle.Unpickler):
     """Finds these stand-ins, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        # Unpickling calls what this returns, so that a
+        # forged index could run any function of Python.
         if (module, name) not in _STAND_INS:
             raise ValueError(f"its index names {module}.{name}, which no index of tensors does")
         return _STAND_INS[module, name]

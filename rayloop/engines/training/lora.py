@@ -33,6 +33,8 @@ def choose_trainable(model: PreTrainedModel, settings: FsdpSettings, names: Mapp
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(names[name] not in tower)
     if recomputes:
+        # The reentrant kind gives no gradient when its
+        # inputs have none, as behind a frozen embedding.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.disable_input_require_grads()  # else a frozen tower keeps its activations, and has a backward pass
 
@@ -50,6 +52,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, vision: bool, c
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and (vision or checkpoint_names[f"{name}.weight"] not in in_vision)
     ]
+
+    # Like peft's ``all-linear``, which leaves the head out, where a model has other names.
     targets = [name for name in linear if name.rpartition(".")[2] in settings.targets] or linear
     if not targets:
         raise ConfigError(f"policy.engine.lora: {type(model).__name__} has no linear layer to adapt")
@@ -58,6 +62,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, vision: bool, c
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=targets, bias="none"
     )
+    # In place: a PeftModel around the model would rename its parameters and hide its blocks.
     inject_adapter_in_model(config, model, ADAPTER)
 
 

@@ -61,11 +61,17 @@ class Optimizer:
     def step(self) -> OptimizerStep:
         """One update; gradients are gone afterwards. Raises Diverged when too many in a row were not finite."""
         gradients = [local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        # Replicas hold equal gradients after their sum, so the
+        # squares of all ranks count each of them that often.
         norm = _global_norm(gradients) / self._replicas**0.5
         lr = learning_rate(self._settings, self.updates)
+
+        # A NaN that reaches AdamW's moments stays in them
+        # for good. The norm is global, so all ranks skip.
         applied = math.isfinite(norm)
         if applied:
             if norm > self._settings.grad_clip:
+                # torch's clip_grad_norm_ would compute the norm again, with one more collective.
                 torch._foreach_mul_(gradients, self._settings.grad_clip / norm)
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
@@ -102,6 +108,7 @@ def _make(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.
     )
     for parameter in parameters:  # as AdamW itself does at its first step, but there before it, for save and load
         adamw.state[parameter] = {
+            # The fused kernel wants the number of steps on the parameter's device.
             "step": torch.tensor(0.0, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),

@@ -52,6 +52,8 @@ class Scorer(nn.Module):
         row = self.ranks.split(batch) if self.ranks else None
         batch = row.own() if row else batch
         hidden = self.hidden(batch, row)
+        # The head sees predicted positions only: logits
+        # of prompts and observations would be wasted.
         hidden = hidden[batch.predict.to(hidden.device, non_blocking=True)]
         logprobs, entropies = self.head(hidden, batch, entropy)
         joined = row.joined if row else Tensor.contiguous
@@ -77,9 +79,11 @@ class Scorer(nn.Module):
             return {"input_ids": ids, "pixel_values": batch.pixel_values, "image_grid_thw": grids}
         encode, places = partial(image_features, self.model), batch.image_places
         if places is None:
+            # On the CPU: ``row`` cuts by their values, and would wait for a GPU.
             places = (batch.token_ids[0] == self.model.config.image_token_id).nonzero()[:, 0].cpu()
         encoded = row.images(encode) if row else encode(batch.pixel_values, batch.image_grid)
         embeddings = self.model.get_input_embeddings()(ids)
+        # In the order of the row, where an image of several samples appears several times.
         images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)
         if row:
             first, end = torch.searchsorted(places, torch.tensor([row.slice.start, row.slice.stop])).tolist()
@@ -102,6 +106,7 @@ class TokenScorer(nn.Module):
         *earlier, last = range(0, max(1, len(hidden)), self.chunk)
         # Each chunk is recomputed in the backward pass, but for the last, which comes first there: [N, vocabulary] is never held.
         chunks = [
+            # The head draws nothing, and saving the random state would wait for the GPU.
             checkpoint(self._chunk, hidden, batch, slice(i, i + self.chunk), entropy, use_reentrant=False, preserve_rng_state=False)
             for i in earlier
         ]
@@ -110,12 +115,15 @@ class TokenScorer(nn.Module):
         return torch.cat(logprobs), torch.cat(entropies) if entropy else None
 
     def _chunk(self, hidden: Tensor, batch: Batch, part: slice, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        # The engine's sampler computes its log-probs in
+        # float32, too; bfloat16 would widen the mismatch.
         logits = self._logits(hidden[part]).float()
         kept = None if batch.kept is None else batch.kept[part]
         logp = masked_logprobs(logits, batch.temperature[part], batch.ban_end[part], batch.banned_tokens, batch.end_tokens, kept)
         chosen = logp.gather(1, batch.targets[part, None])[:, 0]
         if not entropy:
             return chosen, None
+        # With a gradient the probabilities [chunk, V] would be kept until the backward pass.
         with torch.set_grad_enabled(self.learns_entropy and torch.is_grad_enabled()):
             return chosen, -(logp.exp() * logp).sum(1)
 
@@ -163,6 +171,8 @@ def masked_logprobs(
         early = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill(0, end_tokens, True)
         masked = masked.masked_fill(ban_end[:, None] & early, lowest)
     if kept is not None:
+        # scatter refuses negative indices; the rows of
+        # -1, which the clamp falsifies, are exempt below.
         removed = torch.ones_like(masked, dtype=torch.bool).scatter_(1, kept.long().clamp(min=0), False)
         removed &= kept[:, :1] >= 0
         masked = masked.masked_fill_(removed, lowest)
@@ -178,6 +188,7 @@ def score(
     scored: dict[int, Scores] = {}
     for group, batch in zip(plan, batches, strict=True):
         found, lengths = scorer(batch, entropy=entropy), [len(sample.predict) for sample in group]
+        # An empty part only ran so that the other ranks could gather.
         if not group:
             continue
         logprobs = found.logprobs.cpu().split(lengths)

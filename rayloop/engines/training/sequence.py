@@ -34,6 +34,7 @@ class SequenceGroup:
         """The group of this rank: ``size`` ranks in a row. Collective. Raises ConfigError when the ranks or the model's key-value
         heads cannot be divided, or rows of this family cannot be cut."""
         text, kind = model.config.get_text_config(), family(model.config.model_type)
+        # The exchange gives each rank as many whole key-value heads as the others.
         for name, number in (("policy.ranks", dist.get_world_size()), ("the model's key-value heads", text.num_key_value_heads)):
             if number % size:
                 raise ConfigError(f"policy.engine.sequence_parallel: {size} does not divide {name} ({number})")
@@ -42,6 +43,7 @@ class SequenceGroup:
                 f"policy.engine.sequence_parallel: rows of {model.config.model_type} cannot be cut: that needs packed attention "
                 "and images that enter with the embeddings (Qwen2-VL, Qwen2.5-VL, GLM-4V, InternVL, language models). Set it to 1"
             )
+        # Ranks in a row share a node, since each layer exchanges all of its tokens between them.
         group, _ = dist.new_subgroups(size)
         return cls(group, dist.get_rank(group), size)
 
@@ -100,6 +102,8 @@ class SplitRow:
         counts = [one * len(encoded[0]) // patches[mine[0]] for one in patches]
         rows = torch.arange(sum(counts), device=pixels.device).split(counts)
         whole = encoded[0].new_zeros(sum(counts), encoded[0].shape[1])
+
+        # A rank without an image encodes the first one as well, and adds 0 times its features.
         used = 1.0 if self.ranks.rank < len(patches) else 0.0
         whole = whole.index_copy(0, torch.cat([rows[i] for i in mine]), used * torch.cat(list(encoded)))
         return list(self._sum(whole).split(counts))

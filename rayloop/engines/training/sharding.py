@@ -51,6 +51,8 @@ def join(
     if init_method is not None:
         where: dict[str, Any] = {"init_method" if isinstance(init_method, str) else "store": init_method}
         dist.init_process_group(
+            # torch sends pickled objects, as ``on_all_ranks``
+            # does, by the CPU's backend if there is one.
             "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo",
             **where,
             rank=rank,
@@ -73,7 +75,9 @@ def shard(scorer: Scorer, settings: FsdpSettings, mesh: DeviceMesh) -> FSDPModul
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if settings.cpu_offload else OffloadPolicy()
     policy = MixedPrecisionPolicy(DTYPES[settings.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False)
     embedding, head = scorer.model.get_input_embeddings(), scorer.model.get_output_embeddings()
+    # Units must not share a parameter: a tied head is the embedding, and stays in the root with it.
     apart = [embedding, scorer.head] if head is not None and embedding.weight is not head.weight else []
+    # Blocks come before the root: fully_shard leaves out what an inner unit has sharded.
     for block in [*apart, *(m for m in scorer.modules() if isinstance(m, GradientCheckpointingLayer))]:
         _spread(block, mesh)
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
@@ -91,10 +95,13 @@ def _spread(unit: nn.Module, mesh: DeviceMesh) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in unit.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            # An inner unit has sharded it, and has the first rank's values.
             if isinstance(parameter, DTensor):
                 continue
             if parameter not in made:
                 made[parameter] = nn.Parameter(_of_first(parameter, mesh.device_type), requires_grad=parameter.requires_grad)
+            # One new parameter for all modules that share
+            # the old one, or tied weights would come apart.
             setattr(module, name, made[parameter])
 
 
@@ -122,6 +129,8 @@ def _like_first(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     owners: dict[nn.Parameter, str] = {}
     mine = {n: (owners.setdefault(p, n), tuple(p.shape)) for n, p in model.named_parameters(remove_duplicate=False)}
+
+    # The list of rank 0 replaces the others' list in place.
     sent = [mine]
     dist.broadcast_object_list(sent, 0)
     [first] = sent
@@ -133,6 +142,7 @@ def _like_first(model: nn.Module, mesh: DeviceMesh) -> None:
             raise ConfigError(f"{type(model).__name__}: its files and its configuration differ in {name}")
 
     on_all_ranks(compare)
+    # transformers ties weights when it loads them, so a model without weights has none tied.
     if dist.get_rank():
         made = {owner: nn.Parameter(torch.empty_like(model.get_parameter(owner))) for owner, _ in first.values()}
         for name, (owner, _) in first.items():
@@ -161,7 +171,10 @@ def total(values: Iterable[float], device: torch.device, op: dist.ReduceOp.RedOp
 
 def everywhere(values: Sequence[Tensor]) -> Tensor:
     """The values, float32 on the CPU, of all ranks in one row. Collective."""
+    # torch.cat refuses an empty list, and a rank may have no value.
     own = torch.cat([torch.zeros(0), *values])
+
+    # The ranks have different numbers of values; all_gather takes tensors of one shape only.
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return torch.cat(found)
@@ -172,16 +185,20 @@ def on_all_ranks(build: Callable[[], T], within: float | None = None) -> T:
     Collective. ``within``: seconds to wait for the others; None: as for any collective."""
     if dist.get_world_size() == 1:
         return build()
+    # The timeout belongs to a group: another wait needs another group.
     waiting = None if within is None else dist.new_group(backend="gloo", timeout=timedelta(seconds=within))
     failure: Exception | None = None
     try:
         result = build()
     except (RayloopError, ValueError) as error:
         failure = error
+
+    # A rank that succeeded takes part as well, or the one that failed would wait for it.
     failures: list[Exception | None] = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure, group=waiting)
     if waiting is not None:
         dist.destroy_process_group(waiting)
+    # All ranks raise the error of the lowest one, so that their callers do the same next.
     for found in failures:
         if found is not None:
             raise found
@@ -195,7 +212,10 @@ def add_noise(
     """Add noise of ``scale`` times the parameter's root mean square, or ``least``; returns the shard as it was. Collective."""
     shard = local(parameter)
     before = shard.clone()
+    # The root mean square is the whole tensor's: a
+    # shard's own would differ with the number of ranks.
     square, count = total([shard.double().square().sum().item(), shard.numel()], device)
+    # The CPU's generator draws: a GPU's numbers depend on its kind.
     noise = torch.randn(shard.shape, generator=generator).to(shard)
     shard.add_(noise, alpha=scale * max(least, (square / max(1.0, count)) ** 0.5))
     return before

@@ -40,6 +40,7 @@ UNKNOWN: Mapping[str, Checksum] = {}
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     """``state`` (nested dicts of tensors) as it is now, in the host's memory; the originals may change."""
+    # No pinned or shared memory and no thread: the copy is complete when this returns.
     copy: dict[str, Any] = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
     return copy
 
@@ -71,6 +72,7 @@ def load(folder: str, state: dict[str, Any], rank: int, sums: Mapping[str, Check
     except Damaged:
         raise
     except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
+        # torch wraps the errors of all ranks in one; a damaged file is the reason that helps.
         for found in _below(error):
             if isinstance(found, Damaged):
                 raise found from error
@@ -118,6 +120,8 @@ class _Writer(_AnyFolder, StorageWriter):
         name, results, total = plan.storage_data, [], Checksum()
         with open(self._folder / name, "wb") as file:
             for item in plan.items:
+                # torch would pickle anything else, and a
+                # checkpoint must be read without running code.
                 if item.type == WriteItemType.BYTE_IO:
                     raise ValueError(f"{item.index.fqn} is no tensor")
                 data = _bytes_of(planner.resolve_data(item).detach())
@@ -125,6 +129,8 @@ class _Writer(_AnyFolder, StorageWriter):
                 self._write(file, data)
                 total = total.then(data)
                 results.append(WriteResult(item.index, data.nbytes, piece))
+            # With these sums the driver calls a checkpoint
+            # complete, so the bytes must survive a power cut.
             file.flush()
             os.fsync(file.fileno())
         self.sums[name] = total
@@ -146,8 +152,11 @@ class _Writer(_AnyFolder, StorageWriter):
             pieces = [replace(_at(found[name], tuple(c.offsets)), shape=tuple(c.sizes)) for c in tensor.chunks]
             entries[name] = TensorEntry(str(tensor.properties.dtype).removeprefix("torch."), tuple(tensor.size), tuple(pieces))
         text = index.write(entries)
+        # A piece that does not fit shows here, while the
+        # state is still in memory, and not at the resume.
         index.read(text)
         write_whole(self._folder / index.FILE, text)
+        # A file survives a power cut only when its folder's entry is on the disk, too.
         sync(self._folder)
         self.sums[index.FILE] = Checksum().then(text)
 
@@ -160,6 +169,7 @@ def _at(pieces: Mapping[tuple[int, ...], Piece], at: tuple[int, ...]) -> Piece:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """The values of a tensor on any device, row by row."""
     flat = tensor.to("cpu").contiguous().reshape(-1)
+    # NumPy has no bfloat16, so the tensor is viewed as bytes first.
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
@@ -215,6 +225,7 @@ class _Reader(_AnyFolder, StorageReader):
 
     def _tensor(self, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
         with open(self._folder / piece.file, "rb") as file:
+            # Schema 2 has one sum for the whole file, which is read once for all of its pieces.
             if piece.crc32 is None and piece.file not in self._compared and piece.file in self._sums:
                 check_sum(piece.file, file, self._sums[piece.file])
                 self._compared.add(piece.file)
@@ -225,6 +236,7 @@ class _Reader(_AnyFolder, StorageReader):
             return loaded
         if (len(data), Checksum().then(data).crc32) != (piece.bytes, piece.crc32):
             raise Damaged(piece.file, f"the {piece.bytes:,} bytes at {piece.offset:,} are not those that were written")
+        # frombuffer refuses an empty buffer, and warns of one that cannot be written.
         flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(piece.shape)
 
@@ -242,6 +254,7 @@ def _load_random(folder: Path, rank: int, sums: Mapping[str, Checksum]) -> None:
     """Set the random state that this rank saved, if it did; in schema 2 it is a file of ``torch.save``."""
     new, old = folder / f"random_{rank}.safetensors", folder / f"random_{rank}.pt"
     path = new if new.exists() else old
+    # A run with more ranks than were saved: the further ones keep the state they began with.
     if not path.exists():
         return
     data = path.read_bytes()

@@ -32,6 +32,8 @@ def count_denominators(samples: Sequence[TrainSample], together: int, device: to
         for i, stream in enumerate(STREAMS):
             if n and getattr(sample.streams, stream):
                 counts[3 * i] += n
+                # Shares add up over ranks to numbers of
+                # trajectories and groups, wherever their parts are.
                 counts[3 * i + 1] += sample.share
                 counts[3 * i + 2] += n / (sample.group_tokens or n)
     sums = total([count / together for count in counts], device)

@@ -37,12 +37,17 @@ def weights(inputs: LossInputs, old: Tensor, rule: Correction | None) -> Weights
         return Weights(ones, nowhere, nowhere, nowhere)
     gap = old - inputs.behaviour
     level = {"token": lambda: gap, "sequence": lambda: inputs.total(gap), "geometric": lambda: inputs.mean(gap)}[rule.level]()
+    # A sum over a long trajectory can be hundreds of nats, whose exponential overflows float32.
     ratio = torch.exp(level.clamp(-RATIO_BOUND, RATIO_BOUND))
     bounded = (ratio < rule.low) | (ratio > rule.high)
     left_out = _left_out(inputs, gap, rule)
     if rule.action == "truncate":
+        # Truncating keeps a biased gradient of each token
+        # instead of a large variance (arXiv:1802.01561).
         weight, masked = ratio.clamp(rule.low, rule.high), left_out
     else:
+        # With bypass the ratio has the engine's log-probs
+        # below it already: a weight would count the gap twice.
         weight, masked = ones if rule.bypass else ratio, bounded | left_out
     return Weights(weight * ~masked, bounded | left_out, masked, left_out)
 
@@ -51,10 +56,13 @@ def _left_out(inputs: LossInputs, gap: Tensor, rule: Correction) -> Tensor:
     """Where a whole trajectory counts nothing: bool [N]."""
     left_out = torch.zeros_like(gap, dtype=torch.bool)
     if rule.veto is not None:
+        # The veto looks at single tokens, whatever the level of the weight.
         own = torch.exp(gap.clamp(-RATIO_BOUND, RATIO_BOUND))
         outside = (own < rule.veto[0]) | (own > rule.veto[1])
         left_out = inputs.total(outside.to(gap)) > 0
     if rule.off_policy is not None:
         less_likely = inputs.mean((inputs.behaviour - inputs.current).detach()) > rule.off_policy
+        # Only negative samples are left out: far off-policy
+        # they mislead the update (arXiv:2512.02556).
         left_out = left_out | (less_likely & (inputs.mean(inputs.advantage) < 0))
     return left_out

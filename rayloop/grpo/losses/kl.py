@@ -22,6 +22,7 @@ def k3(current: Tensor, reference: Tensor, bound: float = BOUND, cap: float | No
     """Returns ``exp(d) - d - 1`` [N] >= 0 with ``d = reference - current`` of at most ``bound``, and the term at most ``cap``.
     Estimates KL(current || reference) from tokens sampled by ``current``; used by GRPO (arXiv:2402.03300)."""
     d = -log_ratio(current, reference, low=-bound)
+    # expm1 keeps the digits that exp(d) - 1 loses where the policies agree.
     estimate = torch.expm1(d) - d
     return estimate if cap is None else estimate.clamp(max=cap)
 
@@ -29,6 +30,7 @@ def k3(current: Tensor, reference: Tensor, bound: float = BOUND, cap: float | No
 def log_ratio(current: Tensor, other: Tensor, low: float = -FAR, high: float = FAR) -> Tensor:
     """Returns ``current - other`` [N] within [low, high]. Its gradient is that of ``current``, beyond the bounds too: a token that
     is far off would otherwise never come back."""
+    # A plain clamp has no gradient outside; the second term is 0, and carries it.
     value = (current - other).detach().clamp(low, high)
     return value + (current - current.detach())
 
@@ -44,6 +46,7 @@ def estimate(current: Tensor, reference: Tensor, estimator: Estimator) -> Tensor
     if estimator == "k1":
         return d
     half = d.square() / 2
+    # The gradient of k2 with the value of k3, which is never negative and varies little.
     return half if estimator == "k2" else half - half.detach() + k3(current, reference).detach()
 
 
@@ -51,6 +54,7 @@ def to_go(values: Tensor, segment: Tensor) -> Tensor:
     """Returns for each token [N] the sum of ``values`` [N] from it to the end of its trajectory, summed in
     float64, so that the trajectories before it in the row do not matter. ``segment`` [N] int64 ascends."""
     exact = values.double()
+    # A micro-batch may have no predicted token, and max of an empty tensor raises.
     whole = exact.new_zeros(int(segment.max()) + 1 if len(segment) else 1).index_add(0, segment, exact)
     before = exact.cumsum(0) - exact
     first = torch.zeros_like(whole).index_add(0, segment[1:], before[1:] * (segment[1:] != segment[:-1]))
@@ -82,7 +86,9 @@ class Coefficients:
     def after(self, metrics: Mapping[str, float], trajectories: float) -> None:
         """Adapts to a step's ``kl`` and ``entropy`` (nats a token) over ``trajectories``, each counted once."""
         if self._kl is not None and "kl" in metrics:
+            # The clip keeps one odd step from moving the coefficient far (arXiv:1909.08593).
             error = min(max(metrics["kl"] / self._kl.target - 1, -ERROR_BOUND), ERROR_BOUND)
+            # More than five horizons of trajectories would make the factor negative.
             self.kl *= max(0.0, 1 + error * trajectories / self._kl.horizon)
         if self._entropy is not None and "entropy" in metrics:
             low = metrics["entropy"] < self._entropy.target

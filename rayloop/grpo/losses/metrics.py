@@ -39,6 +39,8 @@ class LossMetrics:
         kl: Tensor | None = None, entropy: Tensor | None = None, lag: Tensor | None = None,
     ) -> Self:  # fmt: skip
         """Returns the metrics of per-token values [N]. ``clips``: its masks; ``mismatch``: old - behaviour, nats."""
+        # Squares of weights span 17 orders of magnitude,
+        # so that float32 would drop most of their sum.
         weight = torch.exp(mismatch.double().clamp(-RATIO_BOUND, RATIO_BOUND))
         low, high, dual = (
             torch.zeros_like(ratio, dtype=torch.bool) if clip is None else clip for clip in (clips.low, clips.high, clips.dual)
@@ -47,6 +49,7 @@ class LossMetrics:
         none = torch.zeros((), dtype=torch.float64, device=ratio.device)
         sums = [tokens, *map(_sum, (low, high, dual, capped, weight, weight.square(), mismatch.abs(), mismatch_k3))]
         for values in (kl, entropy):
+            # The tensor has one length on all ranks, also where one of them has no such term.
             sums += [none, none] if values is None else [tokens, _sum(values)]
         if lag is None:
             sums += [none] * (3 * LAG_BUCKETS)
@@ -71,6 +74,7 @@ class LossMetrics:
         sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
         maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
         n = sums["tokens"]
+        # A step whose updates were all skipped has nothing to divide by.
         if n == 0:
             return {}
         values = {name: sums[name] / n for name in SHARES}
@@ -97,4 +101,5 @@ def _sum(values: Tensor) -> Tensor:
 
 def _max(values: Tensor) -> Tensor:
     """The maximum of values >= 0, 0 when there are none."""
+    # max of an empty tensor raises, and a rank's micro-batch may be empty.
     return torch.cat([values.detach().double(), values.new_zeros(1, dtype=torch.float64)]).max()

@@ -69,10 +69,13 @@ class PolicyLoss:
         that are here in part. Raises ValueError when a setting lacks its input, and what a loss of your own raises."""
         settings, reference = self._settings, None if reference is None else reference.detach()
         self._check_inputs(reference, entropy, chosen)
+
+        # A gradient through them would change the estimate: they say how tokens were sampled.
         old, behaviour, advantage = old.detach(), behaviour.detach(), advantage.detach()
         if on_policy is not None:
             behaviour = torch.where(on_policy, old, behaviour)
         if reference is not None and settings.kl_term.where == "reward":
+            # The KL as a reward is of the old policy, so that it is constant within the step.
             advantage = advantage - self.coefficients.kl * to_go(estimate(old, reference, settings.kl_term.estimator), segment)
         tokens: dict[str, Any] = {
             "current": current, "old": old, "behaviour": behaviour, "advantage": advantage, "segment": segment,
@@ -82,16 +85,23 @@ class PolicyLoss:
         if elsewhere is None:
             weights, out = correction.weights(inputs, old, settings.rule), self._surrogate(inputs)
         else:
+            # Ratios of whole trajectories are the same however they
+            # are cut; the losses of the other tokens are dropped.
             whole, here = elsewhere.beside(tokens)
             whole_inputs = self._inputs(whole)
             weights = _at(here, correction.weights(whole_inputs, whole["old"], settings.rule))
             out = _at(here, self._surrogate(whole_inputs))
+
+        # Metrics are of the tokens here alone, or those of elsewhere would count twice.
         metrics = LossMetrics.of(
             ratio=inputs.ratio, clips=out, capped=weights.bounded, mismatch=old - behaviour, mismatch_k3=k3(behaviour, old),
             kl=None if reference is None else k3(current.detach(), reference), entropy=entropy, lag=lag,
         )  # fmt: skip
+
+        # Tokens that were not chosen stay in the denominator (arXiv:2506.01939).
         rl = weights.weight * (out.loss if chosen is None else out.loss * chosen)
         if self.coefficients.entropy > 0 and entropy is not None:
+            # A trajectory that is left out counts in no term, the bonus included.
             rl = rl - self.coefficients.entropy * entropy * ~weights.left_out
         return PerToken(rl, self._kl(inputs, weights), -current, metrics)
 
@@ -116,6 +126,8 @@ class PolicyLoss:
         found = self.coefficients.kl * estimate(inputs.current, inputs.reference, term.estimator)
         if not term.unbiased:
             return weights.weight * found
+        # The importance weight is to the engine that sampled,
+        # and has a gradient of its own (arXiv:2512.02556).
         return importance(inputs.current, inputs.behaviour) * found * ~weights.masked
 
 
@@ -135,6 +147,7 @@ def entropy_bound(entropies: Tensor, share: float) -> float:
     Infinite without tokens."""
     if not len(entropies):
         return math.inf
+    # 0.07 * 100 is above 7 in floating point, and ceil would choose one token more.
     rank = math.ceil(share * len(entropies) - 1e-9)
     return float(entropies.sort(descending=True).values[rank - 1]) - TIED
 
@@ -158,6 +171,7 @@ def token_weights(
             return ones / denominator.sequences
         case "seq-mean-token-mean":
             if trajectory_tokens is None:
+                # Right while each trajectory is here whole, as one sequence.
                 trajectory_tokens = torch.bincount(segment)[segment]
             return ones / (denominator.sequences * trajectory_tokens)
         case "prompt-mean":

@@ -47,6 +47,7 @@ class LossInputs:
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of ``values`` [N] over each token's trajectory, at each token [N]."""
+        # index_add over trajectories of any length: nothing is padded, and the gradient flows.
         return values.new_zeros(len(torch.bincount(self.segment))).index_add(0, self.segment, values)[self.segment]
 
 
@@ -82,8 +83,10 @@ class Elsewhere:
         are among them."""
         segment = tokens["segment"]
         assert segment is not None
+        # Stable: a trajectory's own tokens keep their order, and stay in front of the others.
         order = torch.cat([segment, self.segment]).argsort(stable=True)
         made = {name: None if of is None else torch.cat([of, getattr(self, name)])[order] for name, of in tokens.items()}
+        # The inverse permutation: where each of the first N tokens has gone.
         return made, order.argsort()[: len(segment)]
 
     def _tensors(self) -> list[tuple[str, Any]]:
@@ -108,6 +111,9 @@ def ppo(inputs: LossInputs, settings: PpoLoss) -> LossOutputs:
     out = _clipped(inputs.ratio, inputs.advantage, settings.clip_low, settings.clip_high)
     if settings.dual_clip is None:
         return out
+
+    # For A < 0 the maximum takes a large ratio over
+    # its clip: without a ceiling one token could rule.
     ceiling = -settings.dual_clip * inputs.advantage
     dual = (inputs.advantage < 0) & (out.loss > ceiling)
     return LossOutputs(torch.where(dual, ceiling, out.loss), out.low, out.high, dual)
@@ -117,6 +123,8 @@ def gspo(inputs: LossInputs, settings: GspoLoss) -> LossOutputs:
     """PPO's clip on ``s = exp(mean over the trajectory of current - anchor)`` (arXiv:2507.18071, equations 7 and 14). The value is
     the trajectory's, the gradient each token's own."""
     moved = inputs.mean((inputs.current - inputs.anchor).detach())
+    # The difference is 0 and carries each token's
+    # gradient; the mean alone would give all tokens one.
     ratio = torch.exp(moved.clamp(-RATIO_BOUND, RATIO_BOUND) + (inputs.current - inputs.current.detach()))
     return _clipped(ratio, inputs.advantage, settings.clip_low, settings.clip_high)
 
@@ -124,6 +132,7 @@ def gspo(inputs: LossInputs, settings: GspoLoss) -> LossOutputs:
 def cispo(inputs: LossInputs, settings: CispoLoss) -> LossOutputs:
     """``-sg(clip(r)) * A * current`` (arXiv:2506.13585, equations 4 and 5)."""
     ratio = inputs.ratio.detach()
+    # The weight is constant: clipped tokens keep their gradient, where PPO's clip would cut it.
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return LossOutputs(-weight * inputs.advantage * inputs.current, weight > ratio, weight < ratio)
 
@@ -141,6 +150,7 @@ DPPO_CAP = 20.0
 
 def dppo(inputs: LossInputs, settings: DppoLoss) -> LossOutputs:
     """``-A * sg(min(r, 20)) * current`` while the probability stays near the engine's, else 0 (arXiv:2602.04879)."""
+    # Probabilities decide, not ratios: a rare token may double without moving the policy far.
     moved = (inputs.current.exp() - inputs.anchor.exp()).detach()
     high = (inputs.advantage > 0) & (moved > settings.clip_high)
     low = (inputs.advantage <= 0) & (moved < -settings.clip_low)
@@ -180,5 +190,6 @@ def surrogate(settings: LossSettings) -> Surrogate:
 
 def _clipped(ratio: Tensor, advantage: Tensor, low: float, high: float) -> LossOutputs:
     plain, bound = -ratio * advantage, -ratio.clamp(1 - low, 1 + high) * advantage
+    # Inside the range both are equal, and nothing is clipped.
     clipped = bound > plain
     return LossOutputs(torch.maximum(plain, bound), clipped & (advantage < 0), clipped & (advantage > 0))
