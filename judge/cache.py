@@ -81,8 +81,10 @@ class VerdictCache:
 
 def _open(path: Path) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A reader blocks the event loop, so it waits only a second for a lock of another process.
     connection = sqlite3.connect(path, timeout=1.0, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
+    # A power cut may cost the last verdicts, which are then asked for again, but never the file.
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, verdict TEXT NOT NULL) WITHOUT ROWID")
     return connection

@@ -175,6 +175,7 @@ class DriftWatch:
         answers = await measure(self.client, self.items, self.patience, fresh=True)
         now = {one.id: answer.verdict for one, answer in zip(self.items, answers, strict=True) if isinstance(answer, JudgeVerdict)}
         differ = [verdict != self.first[key] for key, verdict in now.items() if key in self.first]
+        # The earliest verdict of an item stays; an item that had none yet gets its first one here.
         self.first = now | self.first
         if not differ:
             return None

@@ -85,6 +85,8 @@ class JudgeClient:
         deadline = asyncio.get_running_loop().time() + patience
         if not self.fingerprint and self.settings.cache_file:  # the keys of the cache need it
             self._introduction = self._introduction or asyncio.create_task(self._introduce())
+            # ``wait`` leaves the task alone when this caller's patience ends: others wait for it
+            # too.
             await asyncio.wait({self._introduction}, timeout=patience)
         if item.fresh:
             return await self._wait(self._ask(item), deadline)
@@ -113,6 +115,7 @@ class JudgeClient:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # The connection closes after all that sends requests over it.
         await self.breaker.close()
         await self.canary.close()
         await self.connection.close()
@@ -143,6 +146,7 @@ class JudgeClient:
         question.waiters += 1
         transport.WAITING.set(len(self._questions))
         try:
+            # A caller that gives up or is cancelled must not cancel a question of others.
             done, _ = await asyncio.wait({question.future}, timeout=max(deadline - asyncio.get_running_loop().time(), 0.0))
             return question.future.result() if done else self._none()
         finally:
@@ -189,6 +193,7 @@ class JudgeClient:
         tries, blamed, before = 0, 0, ""
         while batch:
             await self.breaker.closed()
+            # Callers may have given up while the breaker was open.
             batch = _open(batch)
             try:
                 again, failure = await self._send_once(batch)
@@ -207,6 +212,7 @@ class JudgeClient:
                 return self._one_by_one(batch)
             if len(again) == len(batch):
                 blamed = blamed + 1 if tries and await self._its_own_doing(batch, failure) else 0
+                # The item is to blame, so the judge's row of failures ends here.
                 if blamed:
                     self.breaker.succeeded()
                 else:
@@ -216,6 +222,7 @@ class JudgeClient:
                 return _no_verdict(batch, NoVerdict.INVALID, reason)
             before = failure.reason
             pause = min(self.settings.backoff * 2.0**tries, self.settings.backoff_max)
+            # With jitter: clients that failed together must not come back together.
             await asyncio.sleep(max(failure.retry_after, pause * random.uniform(0.5, 1.0)))
             tries += 1
             batch = _open(again)
@@ -241,6 +248,7 @@ class JudgeClient:
 
     def _one_by_one(self, batch: list[_Question]) -> None:
         """Put the questions back to the front of the queue, each to be sent alone."""
+        # In reverse, since each goes to the front of the queue.
         for question in reversed(_open(batch)):
             question.alone = True
             self._queue.appendleft(question)

@@ -103,6 +103,7 @@ class Grader:
         if task is None:
             task = self._asking[key] = asyncio.create_task(self._ask(self.chat, rubric, item, key))
             task.add_done_callback(lambda _: self._asking.pop(key, None))
+        # A client that leaves cancels its request, not the question that others may share.
         return await asyncio.shield(task)
 
     async def _ask(self, model: ChatModel, rubric: Rubric, item: JudgeItem, key: str = "") -> Result:

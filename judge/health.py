@@ -62,6 +62,7 @@ class Breaker:
 
     async def _until_well(self) -> None:
         while True:
+            # With jitter, or all clients of a judge would probe it in the same moment.
             await asyncio.sleep(self.interval * random.uniform(0.75, 1.25))
             self._enter(BreakerState.HALF_OPEN)
             try:
@@ -100,6 +101,7 @@ class Canary:
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # marks it as seen
+        # A caller that is cancelled must not end the check for the others.
         await asyncio.shield(self._asking)
 
     async def recent(self) -> None:

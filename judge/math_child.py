@@ -28,6 +28,7 @@ def main() -> None:
     """Answer lines until the input ends. The argument is the limit of memory in bytes."""
     limit = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # A pipe is written in blocks: without the flush the parent would wait for this line.
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         reference, answer, confirm = json.loads(line)
@@ -40,6 +41,7 @@ def main() -> None:
 
 def accepted(reference: str, answer: str) -> bool:
     """What math-verify says."""
+    # The parent kills this process after its own deadline, so those of math-verify are off.
     texts = (parse(text, parsing_timeout=None) for text in (reference, answer))
     return bool(verify(*texts, timeout_seconds=None))
 

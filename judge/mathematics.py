@@ -53,6 +53,7 @@ class MathVerifier:
                 self._end()
                 return None
             found = _line(child, self._timeout)
+            # A late answer would be read as the one to the next pair.
             if found is None:
                 self._end()
             return DECISIONS.get(found or "")
@@ -64,6 +65,8 @@ class MathVerifier:
 
     def _started(self) -> subprocess.Popen[str]:
         child = subprocess.Popen(
+            # -P keeps the folder of the script off the module path, where its names would hide
+            # others.
             [sys.executable, "-P", _PROGRAM, str(_MEMORY)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

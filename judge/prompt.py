@@ -61,6 +61,7 @@ def schema(rubric: Rubric) -> dict[str, Any]:
     name, values = FIELDS[rubric.kind]
     return {
         "type": "object",
+        # Engines write the keys in this order, so the model reasons before it decides.
         "properties": {"reason": {"type": "string", "maxLength": 200}, name: {"enum": list(values)}},
         "required": ["reason", name],
         "additionalProperties": False,
@@ -84,6 +85,7 @@ def messages(rubric: Rubric, item: JudgeItem, nonce: str | None = None) -> list[
 
 def _ask(rubric: Rubric, item: JudgeItem | Example, nonce: str) -> str:
     fence = f"candidate-{nonce}"
+    # A candidate that holds the nonce could close its own fence.
     candidate = sanitise(item.answer, rubric.max_answer).replace(nonce, "")
     return (
         f"Question: {shortened(item.question, 4096)}\nReference answer: {shortened(item.reference, 8192)}\n"

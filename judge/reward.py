@@ -210,6 +210,7 @@ class JudgeReward:
                 f"the judge at {url} is {verdict.fingerprint}, and this run accepts {wanted} only (fingerprint). "
                 "`judge check` prints a judge's"
             )
+        # One request for the rubrics, however many verdicts come together.
         async with self._asking:
             if verdict.fingerprint in self._known_rubrics:
                 return
@@ -238,6 +239,7 @@ class JudgeReward:
     def _exclude(self, result: JudgeUnscored) -> Unscored:
         self._excluded.append(True)
         EXCLUDED.labels(result.kind).inc()
+        # Compared with the whole window: at the start one failure would be a large share.
         if (count := sum(self._excluded)) > self.settings.max_excluded_fraction * self.settings.window:
             raise RewardLost(
                 f"{count} of the last {len(self._excluded)} trajectories have no verdict, max_excluded_fraction "

@@ -180,6 +180,7 @@ def retry_after(header: str) -> float:
             seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
         except ValueError:
             return 0.0
+    # ``float`` reads "nan" too, which differs from itself.
     return min(max(seconds, 0.0), LONGEST_WAIT) if seconds == seconds else 0.0
 
 
@@ -196,6 +197,7 @@ def _results(body: bytes, count: int, url: str) -> list[Result]:
 
 def _result(raw: Any) -> Result:
     try:
+        # As JSON: in strict mode pydantic takes no texts for enums from Python's own values.
         return RESULT.validate_json(json.dumps(raw), strict=True)
     except (ValueError, RecursionError) as error:  # of which pydantic's is one
         first = str(error).splitlines()[1:3]

@@ -184,6 +184,7 @@ def items(text: str) -> tuple[str, list[str]] | None:
         return None
     tight = ", " not in inner and ";" not in inner
     if not tight:
+        # Where a comma and a blank separate items, a comma alone belongs to one, as in 1,000.
         inner = re.sub(r",(?! )", "\0", inner)
     split = _SEPARATOR.split(inner, maxsplit=_MAX_ITEMS)
     parts, separators = ([part.replace("\0", ",") for part in split[::2]], ["".join(mark.split()) for mark in split[1::2]])

@@ -126,6 +126,7 @@ def compare(reference: str, answer: str, question: Question, tolerance: float = 
     wanted, got = quantity(reference), quantity(answer)
     if wanted is None or got is None or _other_meaning(wanted, got, question):
         return "unclear"
+    # Angles a full turn apart have the same direction, and the question may mean just that.
     if wanted.unit == got.unit and (wanted.value - got.value) % 360 == 0 != wanted.value - got.value and question.angles:
         return "unclear"
     if wanted.value * got.value < 0 and not question.blank:  # "by how much did it fall" says the sign itself
@@ -141,6 +142,7 @@ def _relation(wanted: Quantity, got: Quantity, question: Question, tolerance: fl
         return "same" if _same_writing(wanted, got, question, tolerance) else "unclear"
     if "fraction" in (wanted.form, got.form) and not question.exact:
         return "unclear"
+    # A float such as 0.05 is not exactly a twentieth: the margin keeps the border inside.
     if tolerance and abs(got.value - wanted.value) <= Fraction(tolerance) * abs(wanted.value) * Fraction(1_000_001, 1_000_000):
         if wanted.is_year and question.asks_year:
             return "different"
@@ -234,6 +236,7 @@ def _convert(wanted: Quantity, got: Quantity, question: Question) -> Relation:
         return "unclear"
     if left == right:
         return "unclear" if question.units or question.wording or question.holds(got.digits) else "same"
+    # Each may be rounded to its last digit, so a smaller difference proves nothing.
     coarse = max(wanted.step * scale, got.step * other_scale)
     return "unclear" if _close(left, right) or abs(left - right) <= coarse else "different"
 

@@ -81,4 +81,5 @@ def ray_memory(store: int | None, limit: MemoryLimit | None, shared: Path = SHAR
     if store is None:
         room = shutil.disk_usage(shared).free if shared.is_dir() else limit.most
         store = max(LEAST, int(min(SHARE * limit.most, FITS * room)))
+    # The store's pages count against the same limit, so tasks get what it leaves.
     return {"--object-store-memory": store, "--memory": max(0, limit.most - store)}

@@ -85,6 +85,7 @@ def block(low: int, high: int, services: Sequence[str]) -> Iterator[Ports]:
     if size < 2 * (len(services) + 1):
         raise ConfigError(f"--ports {low}-{high}: a node needs {len(services) + 1} ports and one per worker process")
     starts = list(range(low, high - size + 2, size))
+    # Nodes that start together on one machine would all try the first block otherwise.
     random.shuffle(starts)
     for start in starts:
         held = _bound(start)

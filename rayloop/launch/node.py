@@ -61,6 +61,7 @@ def run_node(a: argparse.Namespace) -> int:
         a.requeue = 0
     print(f"node: open between the nodes: {a.ports} (Ray), and {kernels()} (the policy's ranks: gloo, NCCL)", flush=True)
     ignores = a.role is worker and not a.program and not a.requeue
+    # Processes that Ray leaves behind become children of this one, which ends them with the node.
     adopt_orphans()
     place = Rendezvous(a.rendezvous, a.cluster)
     with handling(signals, *STOP), handling((lambda *_: None) if ignores else signals, signal.SIGUSR1):
@@ -143,6 +144,7 @@ def _lead(a: argparse.Namespace, place: Rendezvous, signals: StopSignals, token:
                 place.publish(me)
             print(f"node: head of {a.cluster} at {me.address}, dashboard {me.dashboard}", flush=True)
             why = attend(ray, None, signals, gone)
+            # Before the pause: runs see that the head leaves, and save while it still listens.
             place.withdraw(me, left=why is not End.RAY)
             if why is End.SIGNAL and signals.near_limit():
                 _pause(a.grace, signals)  # the others save
@@ -207,6 +209,7 @@ def attend(
 ) -> End:
     """Wait until there is a reason to leave."""
     while True:
+        # The signal comes first: the program, or Ray, may have ended by it too.
         if signals.first is not None:
             print(f"node: received {signal.Signals(signals.first).name}", flush=True)
             return End.SIGNAL

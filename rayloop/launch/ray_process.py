@@ -73,6 +73,7 @@ def reap() -> None:
     Ray counts as a living member of its job."""
     while True:
         try:
+            # WNOWAIT leaves the exit code in place until it is clear whose child has ended.
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
@@ -92,6 +93,7 @@ def ray_node(
     """``ray start --block`` with these options; with the block all its processes end. Raises ConfigError."""
     if len(str(folder)) > PATH_LIMIT:
         raise ConfigError(f"{folder}: sockets below it would have too long paths. Name a shorter folder with --temp-dir")
+    # Daemons of Ray lose their parent and are adopted by this process: what is new later is Ray's.
     before = set(psutil.Process().children())
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | settings | {"TMPDIR": str(folder)}
     command = [
@@ -162,6 +164,7 @@ def kept_logs(temporary: Path, beside: Path) -> Iterator[None]:
             logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         if kept := keep(temporary / LOGS, target):
             print(f"node: {kept} logs of Ray are kept in {target}", flush=True)
+        # The time follows the host in the names, so the oldest come first.
         for old in sorted(logs.glob(f"{host}-*"))[:-ENDS]:
             shutil.rmtree(old, ignore_errors=True)
 

@@ -68,6 +68,7 @@ def supervised(command: Sequence[str], times: int) -> int:
             if code != AGAIN or signals.first is not None or before == times or not backed_off(signals, before):
                 break
             print(f"again, {before + 1} of {times}", flush=True)
+    # A negative code is a signal, for which shells report 128 and its number.
     return code if code >= 0 else 128 - code
 
 

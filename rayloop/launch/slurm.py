@@ -125,6 +125,7 @@ def nodes(head: Head) -> list[dict[str, Any]]:
     request = urllib.request.Request(f"{head.dashboard}/api/v0/nodes?limit=10000&detail=1")
     if head.token is not None:
         request.add_header("Authorization", f"Bearer {Path(head.token).read_text(encoding='utf-8')}")
+    # The empty ProxyHandler turns off the proxies of the environment, which do not reach nodes.
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=30) as answer:
         listed: list[dict[str, Any]] = json.load(answer)["data"]["result"]["result"]
     return listed

@@ -54,6 +54,7 @@ class Queued:
 def active(jobs: Iterable[str]) -> list[Queued]:
     """Those of ``jobs`` (an array's number stands for its elements) that Slurm still has. Raises SlurmError."""
     wanted = set(jobs)
+    # An element of an array has a number of its own (%A) beside that of the array (%F).
     lines = slurm("squeue", "--me", "-h", "-a", "-r", "-o", "%A %F %T %i %j %T %M %R").splitlines()
     listed = (line.split(" ", 3) for line in lines)
     return [Queued(number, state, text) for number, array, state, text in listed if number in wanted or array in wanted]
@@ -66,6 +67,7 @@ def ended(number: str) -> bool:
     try:
         state = slurm("squeue", "-h", "-a", "-j", number, "-o", "%T").strip()
     except SlurmError as error:
+        # Slurm forgets a job some minutes after its end, and then calls its id invalid.
         return "Invalid job id" in str(error)
     return state in (*LASTING, "")
 
@@ -85,6 +87,7 @@ def node_address(interface: str | None = None) -> str:
         address = socket.gethostbyname(named)
     except OSError:
         return outward  # a name that only Slurm's controller knows
+    # Debian's /etc/hosts gives the machine's own name the address 127.0.1.1.
     return outward if address.startswith("127.") else address
 
 

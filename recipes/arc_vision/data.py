@@ -62,6 +62,7 @@ class GroundingRows:
         text, values = self._prompt, {name: value for name, value in flat.items() if isinstance(value, str | int | float)}
         if "{width}" in text or "{height}" in text:
             _, values["width"], values["height"] = probe(image)
+        # Before the columns are filled in, whose texts may hold the placeholder as well.
         before, place, after = text.partition(PLACEHOLDER)
         if not place:
             before, after = ("", text) if self._settings.image_first else (text, "")

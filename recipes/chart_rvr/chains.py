@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = {row["id"] for _, row in rows(file) if isinstance(row, Mapping)} if file.is_file() and file.stat().st_size else set()
     asked = [row for row in _wanted(chosen.rows, chosen.max_samples) if row["id"] not in done]
     kept, left_out = 0, Counter[str]()
+    # Each line is written at once, so that a kill costs no finished row.
     with open(file, "a", encoding="utf-8", buffering=1) as out, ThreadPoolExecutor(chosen.at_once) as pool:
         for answer in as_completed([pool.submit(_finished, teacher, row, chosen.rows.parent, chosen.out) for row in asked]):
             try:
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except DataFailure as failure:
                 left_out[failure.reason] += 1
             except InfrastructureFailure:
+                # The end of the block would ask all remaining questions first.
                 pool.shutdown(cancel_futures=True)
                 raise
             print(f"\r{kept + left_out.total()} of {len(asked)} rows", end="", file=sys.stderr, flush=True)

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def rows(name: str, config: str, shots: int, most: int, seed: int) -> list[dict[str, Any]]:
     """At most ``most`` rows of the reader ``ReasoningGymRows`` with different questions. ``config``: JSON. Raises ConfigError."""
+    # Questions repeat and only different ones are kept, so more are made than asked for.
     size = 4 * (most + shots)
     try:
         needs("reasoning_gym", "reasoning-gym")

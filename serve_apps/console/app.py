@@ -111,12 +111,14 @@ def guard(token: str, refused: Callable[[Request, Exception], Response]) -> Call
     cookie = f"rayloop_{hashlib.sha256(token.encode()).hexdigest()[:8]}"  # a browser sends cookies to all ports of a host
 
     def fits(text: str) -> bool:
+        # As bytes: ``compare_digest`` refuses texts with other characters than ASCII.
         return hmac.compare_digest(text.encode(), token.encode())
 
     async def answer(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
         if not token and not addressed(request.scope):
             response: Response = refused(request, HTTPException(421, "Without a token it answers to its address or localhost."))
         elif token and fits(request.query_params.get("token", "")):
+            # The token leaves the address, which a browser's history keeps.
             response = RedirectResponse(str(request.url.remove_query_params("token")), 303)
             response.set_cookie(cookie, token, httponly=True, samesite="lax")
         elif not token or fits(request.cookies.get(cookie, "")) or fits(bearer(request.scope).decode(errors="replace")):

@@ -188,6 +188,7 @@ class Console:
         return {
             "source": source,
             "calibrated": calibrated(self.folder.path.with_name(CALIBRATION)),
+            # Starlette makes pages in threads, where no event loop runs.
             "now": asyncio.run(judge_now(source.get("with") or {})) if self._own() else {},
             "newest": newest,
             "records": [record for group in members(self.folder, newest).values() for record in group][:ROWS],
@@ -241,6 +242,7 @@ async def judge_now(settings: Record) -> Record:
         if port := settings.get("metrics_port"):
             async with httpx.AsyncClient(trust_env=False, timeout=ANSWER) as http:
                 found["figures"] += figures((await http.get(f"http://127.0.0.1:{port}/metrics")).text)
+        # Last, since it raises for a judge that is not ready: version and figures are read by then.
         await connection.get("/readyz")
     except (RayloopError, ValueError, httpx.HTTPError) as error:
         found["why"] = str(error) or type(error).__name__

@@ -101,6 +101,7 @@ class OpenAIModel(CompletionModel):
     async def complete(self, body: Mapping[str, Any]) -> ChatAnswer:
         """Raises DeadlineExceeded too when no connection is free in time."""
         try:
+            # The wait for a slot has a deadline of its own, so that httpx counts the reply alone.
             async with asyncio.timeout(self._timeout):
                 await self._slots.acquire()
         except TimeoutError as error:

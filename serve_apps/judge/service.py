@@ -68,6 +68,7 @@ class JudgeService:
             yield
         finally:
             watch.cancel()
+            # The canary's request must have ended before its connections close.
             with suppress(asyncio.CancelledError):
                 await watch
             if self.chat is not None:

@@ -74,6 +74,7 @@ class Engines:
     async def sample(self, prompt: TokenPrompt, seeds: Sequence[int], sampling: Sampling) -> list[Completion]:
         """One answer for each seed, from another engine after a loss. Waits for an engine. Raises the engine's errors."""
         answers: dict[int, Completion] = {}
+        # Equal seeds give equal answers, so each is asked for once.
         while missing := [seed for seed in dict.fromkeys(seeds) if seed not in answers]:
             engine = await self._free()
             engine.asked += 1
@@ -104,12 +105,14 @@ class Engines:
     async def _free(self) -> FoundEngine:
         """The engine with the fewest of our requests; waits until there is one."""
         while not (serving := self.serving):
+            # Nothing is awaited between the look and ``wait``, so no change is missed.
             self._changed.clear()
             await self._changed.wait()
         return min(serving, key=lambda engine: (engine.asked, engine.number))
 
     def _lost(self, engine: FoundEngine, error: BaseException) -> None:
         logger.warning("engine %d is lost: %s", engine.number, brief(error))
+        # Without a version it gets no requests until it reports its health again.
         engine.version, self.why = None, f"the last engine was lost: {brief(error)}"
 
     async def _look(self) -> None:

@@ -55,6 +55,7 @@ class Similarity:
 
     def _ask(self, text: str) -> asyncio.Future[Vector]:
         loop = asyncio.get_running_loop()
+        # A future wakes nobody on another event loop than its own.
         if loop is not self._loop:
             self._loop, self._asked = loop, {}
         if text not in self._asked:
@@ -71,6 +72,7 @@ class Similarity:
         asked, self._asked = self._asked, {}
         if asked:
             task = asyncio.ensure_future(self._embed(asked))
+            # asyncio itself holds a task by a weak reference only.
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 

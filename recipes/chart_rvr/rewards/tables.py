@@ -124,6 +124,8 @@ def _aligned(said: Sequence[Sequence[str]], true: Sequence[Sequence[str]], place
     """Most right cells over all ways to match rows without crossing; a row may be missing or too many."""
     if not places or not said or not true:
         return 0
+
+    # Equal rows at both ends are matched at once: the rest costs the product of its lengths.
     full = len(places)
     start, said_end, true_end = 0, len(said), len(true)
     while start < min(said_end, true_end) and _right(said[start], true[start], places) == full:
