@@ -56,6 +56,7 @@ class EnvironmentActor(Actor):
         self._settings = episode
         self._renderer = Renderer(model)
         every = (episode.environment, *(kinds or {}).values())
+        # Settings that cannot be read end the constructor here, and not the first episode.
         for kind in every:
             kind.options()
         self._leads = any(kind.leads for kind in every)
@@ -109,6 +110,8 @@ class EnvironmentActor(Actor):
             late = EnvironmentHung(f"the episode did not end within {self._timeout:g} s", environment.contained)
 
             async def playing() -> tuple[Trajectory, float]:
+                # The wait for room counts against the deadline
+                # of the call, but not as time of the episode.
                 async with self._room:
                     began = time.monotonic()
                     played = await play(request, environment, self._renderer, self._for(request), engine.generate, prompts)
@@ -118,6 +121,7 @@ class EnvironmentActor(Actor):
             summary = summarize(trajectory, request.task, seconds, self._renderer.image_token)
             return replace(summary, sent=engine.sent), trajectory
         except Exception as error:
+            # A value, so that one failure does not take the results of its group with it.
             return _failed(request, error), None
         finally:
             self._running -= 1

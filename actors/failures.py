@@ -57,6 +57,7 @@ def action(error: BaseException, ranks: int = 0) -> FailureAction:
     found = next((ACTIONS[kind][0] for kind in type(below).__mro__ if kind in ACTIONS), END)
     if found is END and isinstance(below, RuntimeError):
         names = {kind.__name__ for kind in type(below).__mro__}
+        # Another process would run out of memory on the same batch.
         if "OutOfMemoryError" in names:
             return END
         if ranks > 1 or DEVICE[0] in names or DEVICE[1] in str(below):
@@ -110,6 +111,8 @@ def fetch(refs: Sequence[Ref[T]]) -> tuple[dict[Ref[T], T], set[Ref[T]]]:
     """The values of the references, each fetched once, and the references whose objects are gone."""
     distinct = list(dict.fromkeys(refs))
     try:
+        # All at once is the usual case. For a lost object ``ray.get`` of a list gives no values at
+        # all, so each is then fetched alone.
         return dict(zip(distinct, ray.get(distinct), strict=True)), set()
     except Exception as error:
         if not object_lost(error):

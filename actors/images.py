@@ -47,6 +47,8 @@ class ImageCache:
     async def whole(self, prompt: TokenPrompt) -> AsyncIterator[TokenPrompt | MissingImages]:
         """The prompt with the bytes of all images that have no path, which are kept during the block; or the missing images."""
         names = [image.ref.sha256 for image in prompt.images]
+
+        # Before anything is awaited: the cache must not drop these images in the meantime.
         self._running.update(names)
         try:
             for image in prompt.images:
@@ -60,6 +62,7 @@ class ImageCache:
                 yield replace(prompt, images=tuple(replace(i, data=kept(i.ref.sha256) or i.data) for i in prompt.images))
         finally:
             self._running.subtract(names)
+            # A Counter keeps zeros, and would grow by each image of the run.
             for name in names:
                 if not self._running[name]:
                     del self._running[name]
@@ -76,6 +79,8 @@ class ImageCache:
         with suppress(TimeoutError):
             async with asyncio.timeout(ARRIVING):
                 while missing := frozenset(name for name in names if self._images.get(name) is None):
+                    # An image that came and was dropped will not
+                    # come by itself: the sender must be asked.
                     if any(self._came.get(name) for name in missing):
                         break
                     self._changed.clear()

@@ -93,6 +93,8 @@ class FirstTurn:
         self._asked = []
         for asked in alike.values():
             sent = asyncio.ensure_future(_answer(asked, self._images))
+            # asyncio keeps weak references to tasks: without
+            # the set one may be collected before it ends.
             self._sent.add(sent)
             sent.add_done_callback(self._sent.discard)
 
@@ -168,6 +170,7 @@ class LeasedEngine:
     async def _generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         while True:
             sent = replace(prompt, cohort=self._cohort)
+            # Only the first request of an episode is shared; after a lost engine it goes alone.
             first, self._first = self._first, None
             try:
                 async with asyncio.timeout(self._timeout):
@@ -196,4 +199,5 @@ class LeasedEngine:
         if self._first is not None:
             self._first.without()
         if self._cohort is not None:
+            # Not awaited: the episode has ended, and an engine that was lost needs no notice.
             submit(self._lease.handle, Engine.leave, self._cohort.key)

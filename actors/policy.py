@@ -153,6 +153,7 @@ class PolicyRank(Actor):
 
     def join(self, meeting: Invitation | str) -> None:
         """Build the engine; returns when all ranks have met, at ``meeting`` or a shared file://. Raises WorkerStartFailed."""
+        # Before the imports below load torch, whose allocator reads the variable once.
         grow_segments()
         from rayloop.engines.training.fsdp import FsdpEngine
         from rayloop.transports.seam import transport
@@ -201,9 +202,12 @@ class PolicyRank(Actor):
         its way), it returns the same and computes nothing."""
         if self._trained is not None:
             return self._trained
+        # The arrays are views into Ray's object store:
+        # kept, they would fill it until the next fetch.
         (updates, found, seconds), self._fetched = self._fetched, ((), {}, 0.0)
         references = found
         if self.settings.adapter_reference:
+            # With several epochs the same trajectory is in several updates, and is scored once.
             distinct = list(dict.fromkeys(a.payload for update in updates for a in update))
             scored = self.engine.logprobs([found[ref] for ref in distinct], reference=True)
             references = dict(zip(distinct, scored, strict=True))
@@ -244,6 +248,7 @@ class PolicyRank(Actor):
         BroadcastFailed."""
         self._sent, weights = version, self.engine.stream(version, adapters=self._alone)
         if self.sender is None:
+            # Gathering is collective: the other ranks take part, and drop what they get.
             deque(weights, maxlen=0)
         else:
             self.sender.send(version, weights, meeting)

@@ -41,6 +41,7 @@ class Profiles:
             for wait in WAITS.open.values():
                 WAITS.did(f"{wait.what} (goes on)", wait.since)
         finally:
+            # Also after an error: the list would grow to the end of the run.
             WAITS.spans = None
         await self._everywhere(folder)
         text = json.dumps(chrome(spans))

@@ -52,6 +52,7 @@ class RewardActor(Actor):
 
     async def score_those_left(self, payloads: Sequence[Ref[Trajectory]], task: Task, step: int) -> list[Outcome]:
         """``score`` of references to trajectories; those that are lost are ``payload_lost``."""
+        # ``ray.get`` blocks, and would hold up all other scores of this event loop.
         found, gone = await asyncio.to_thread(fetch, payloads)
         there = iter(await self.score(task, step, *(found[ref] for ref in payloads if ref not in gone)))
         lost = Unscored(UnscoredKind.PAYLOAD_LOST, "lost with the node that held it, before it was scored")
@@ -128,6 +129,7 @@ class RewardActor(Actor):
 
     async def _ask(self, trajectories: Sequence[Trajectory], task: Task, contexts: Sequence[ScoreContext]) -> list[Outcome]:
         """The outcomes of copies of task and lists. One trajectory alone goes to ``score``, if the source has it."""
+        # A grader may change its arguments, and the second try must get the original values.
         task, source = copy.deepcopy(task), self._source
         if len(trajectories) == 1 and hasattr(source, "score"):
             return [as_outcome(await self._answer(source.score, trajectories[0], task, contexts[0]))]
@@ -141,6 +143,8 @@ class RewardActor(Actor):
         if not inspect.isawaitable(result):
             return result
         running = asyncio.ensure_future(_contained(result))
+        # ``asyncio.wait`` returns at the deadline even
+        # if the coroutine suppresses its cancellation.
         done, _ = await asyncio.wait({running}, timeout=max(until - loop.time(), 0.0))
         if not done:
             running.cancel()

@@ -93,6 +93,7 @@ class RolloutActor(Actor):
 
     async def sleep(self, level: Level) -> None:
         """Leave the GPU to others; requests wait."""
+        # Paused first: no request may compute while weights and cache leave the GPU.
         await self.engine.pause()
         await cast(SleepingEngine, self.engine).sleep(level)
         self._level = level

@@ -34,6 +34,7 @@ class ReadyGroups:
     @property
     def survivors(self) -> int:
         """Trajectories that are ready to be trained."""
+        # The list is replaced at each change, so its identity shows whether the count is current.
         if self._counted[0] is not self.groups:
             self._counted = self.groups, sum(len(group.kept) for group in self.groups)
         return self._counted[1]
@@ -99,6 +100,7 @@ class ReadyGroups:
             self.dropped[f"{status.state}/{member.summary.source or 'unnamed'}"] += 1
 
     def _live(self, groups: Iterable[Group]) -> Iterable[Member]:
+        # The ledger counted a replayed member in the group that played it.
         members = (member for group in groups for member in group.members if not member.replayed)
         return (member for member in members if self.ledger.state_of(member.summary.id) is not None)
 

@@ -60,6 +60,7 @@ class RolloutManager:
             while True:
                 for _ in range(self._admissible()):
                     if (request := self.scheduler.issue()) is None:
+                        # No task is left: ``collect`` has to look again, and ends the run.
                         self._notify()
                         break
                     self.in_flight[request.number] = request
@@ -83,14 +84,17 @@ class RolloutManager:
         try:
             group = await self._playing.play(request, self.dataset[request.index], player)
             if before is not None and self.config.rollout.deterministic:
+                # A cancelled group must not cancel the future of the group before it.
                 await asyncio.shield(before)
             group = await finish(group)
             if why := self.finished.commit(group):
                 self.quarantine(group.task, "", why)
+            # Counted out before anybody is woken: how many groups may start depends on both.
             self._playing.forget(request.number)
             del self.in_flight[request.number]
             self._notify()
         finally:
+            # Also after an error: the next group waits for this future.
             if not done.done():
                 done.set_result(None)
 
@@ -109,6 +113,7 @@ class RolloutManager:
                     await self._change()
                     continue
                 chosen = self.ready.select()
+                # Groups may become ready while ``hold`` waits; this step must not touch them.
                 among = {group.number for group in self.ready.groups}
                 if not (lost := await hold(chosen.train)):
                     break
@@ -116,6 +121,8 @@ class RolloutManager:
         finally:
             self._collecting = False
         self.ready.take(chosen, among)
+
+        # After the last try: what lost payloads cost still belongs to this step's budget.
         self.scheduler.begin_step()
         self._taken = sum(len(group.kept) for group in chosen.train)
         finished, self.finished.groups = tuple(self.finished.groups), []

@@ -57,6 +57,7 @@ def filled(state: Plain, values: Callable[[Any], Any]) -> Plain:
 def _plain(value: Any) -> Plain:
     """A value of the core's classes as plain data."""
     match value:
+        # Before the case of all dataclasses, which these are as well.
         case TrajectoryId() | Version():
             return list(astuple(value))
         case StrEnum():
@@ -83,6 +84,8 @@ def _read(cls: type[T], plain: Mapping[str, Any], **made: Any) -> T:
 
 def plain_group(group: Group) -> Plain:
     """A group; of its task only the id, since the row is in the run's data."""
+    # ``issue`` here and ``fate`` in ``plain_member`` are names
+    # of the file format: others would need a new SCHEMA.
     members = [plain_member(member) for member in group.members]
     return {
         "issue": group.number, "task": group.task.id, "members": members, "mean": group.mean, "std": group.std,
@@ -119,6 +122,7 @@ def member_from_plain(plain: Plain, own: Own) -> Member:
         summary=_read(Summary, summary, id=TrajectoryId(*summary["id"]), **versions),
         outcome=_outcome_from(plain["outcome"]),
         payload=None if payload is None else own(trajectory_from_plain(payload)),
+        # Older checkpoints have a number under ``advantage``.
         credit=_credit(plain.get("credit", plain.get("advantage"))),
         reference=None if reference is None else own(reference),
         replayed=plain["replayed"],

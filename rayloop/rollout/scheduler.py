@@ -198,6 +198,7 @@ class GroupScheduler:
     @property
     def exhausted(self) -> bool:
         """Every task is quarantined."""
+        # The cheap test first: the walk over all tasks is for the rare case that it passes.
         return len(self.quarantined) >= len(self.dataset) and all(task.id in self.quarantined for task in self.dataset)
 
     def no_task(self) -> ConfigError:
@@ -262,6 +263,8 @@ class ConcurrencyLimit:
             await turn
             yield
         finally:
+            # A turn that was granted in the moment of the
+            # cancellation is not cancelled: its room is given back.
             if turn.cancelled():
                 self._waiting = deque(other for other in self._waiting if other[0] is not turn)
             else:
@@ -276,6 +279,7 @@ class ConcurrencyLimit:
         running, waiting = sum(engine.running for engine in engines), sum(engine.waiting for engine in engines)
         self.metrics = {"rollout/cache": max(caches), "rollout/waiting": float(waiting)}
         if waiting and max(caches) >= FULL:
+            # At least one episode for each engine, or some would get nothing to decode.
             self.limit = max(len(caches), math.floor(self.inside * running / (running + waiting)))
         elif not waiting and max(caches) < FULL and self.inside >= self.limit:
             self.limit = math.ceil(self.limit * GROWTH)
@@ -286,6 +290,7 @@ class ConcurrencyLimit:
     def _let_in(self) -> None:
         while self._waiting and self.inside < self.limit:
             turn, episodes = self._waiting.popleft()
+            # Cancelled turns stay in the queue until their own coroutine runs.
             if not turn.done():
                 self.inside += episodes
                 turn.set_result(None)

@@ -47,6 +47,7 @@ class TimeSharing:
         while self._calls is not None:
             await self._playing.wait()
             async with self._switching:
+                # Another switch may have taken the lock between the event and here.
                 if self.holder == "rollout":
                     yield
                     return

@@ -100,9 +100,11 @@ def opened(folder: Path) -> Checkpoint:
     """The checkpoint in ``folder``. Raises Damaged, with the file, unless its marker is whole and all others have their sizes."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+        # A marker of an older version has no checksum of its own, and counts as whole.
         if marker.pop("own_crc32", None) not in (None, _own(marker)):
             raise Damaged(MARKER, "its text is not the one that was written")
         found = Checkpoint(folder, marker["step"], marker["lineage"], marker)
+        # Sizes alone, which cost a stat each: the checksums are compared when a file is read.
         for name, size in marker["files"].items():
             if (there := size_of(folder / name)) != size:
                 raise Damaged(
@@ -163,6 +165,7 @@ class Origin:
         if self.resume == "auto":
             return found
         ours = [checkpoint for checkpoint in found if checkpoint.lineage > self.since]
+        # The named folder may be removed once this start has saved a checkpoint of its own.
         with suppress(*([ConfigError] if ours else [])):
             ours += filter(None, [store.find(self.resume)])
         return ours
@@ -182,6 +185,7 @@ class Origin:
         for bad, why in failed:
             emit(incidents.CheckpointDamaged(bad.name, why.path if isinstance(why, Damaged) else "", why=str(why)))
             if not refused(why):
+                # The new name only spares the next start a look at the same damage.
                 with suppress(OSError):
                     os.replace(bad, unused(bad.with_name(bad.name + DAMAGED)))
         return found
@@ -292,6 +296,7 @@ class CheckpointStore:
         (None: computed here). Raises CheckpointError, with nothing half-done left, and RunTaken."""
         aside = self.folder / f"step_{step:06d}.{self.lineage}{ASIDE}"
         try:
+            # Another lineage may have saved this step already.
             final = unused(self.folder / f"step_{step:06d}")
             await asyncio.to_thread(self._begin)
             aside.mkdir()  # not its parents: where the storage is not mounted, they would be below its mount point
@@ -302,6 +307,7 @@ class CheckpointStore:
             raise kind_of(error, saving=True)(self._explain(step, error, size_below(aside))) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)  # nothing is there after a save
+        # The checkpoint is complete here: what fails below costs a warning, and not the step.
         for why in await asyncio.to_thread(self._tidy, final, best):
             self._warn(f"{final.name} is complete, but {why}")
         return Checkpoint(final, step, self.lineage, about)
@@ -321,16 +327,20 @@ class CheckpointStore:
     def _begin(self) -> None:
         self._fence.check()
         self.folder.mkdir(exist_ok=True)
+        # Left over by a crash: the fence makes sure that nobody else writes one.
         for path in self.folder.glob(f"*{ASIDE}"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _commit(
         self, aside: Path, final: Path, step: int, state: Any, about: Mapping[str, Any], written: Mapping[str, Checksum]
     ) -> None:
+        # The ranks' files first: all that is there by then gets a size and a checksum.
         _until_seen(aside / TRAINER, written)
         write(aside / STRUCTURE, aside / TENSORS, state)
         sums = {f"{TRAINER}/{name}": sum for name, sum in written.items()}
         for path in sorted(path for path in aside.rglob("*") if path.is_file()):
+            # On the disk before the rename: a power loss
+            # must not leave a valid name with empty files.
             sync(path)
             if (name := str(path.relative_to(aside))) not in sums:
                 with path.open("rb") as file:
@@ -343,6 +353,7 @@ class CheckpointStore:
             "crc32": {name: f"{sum.crc32:08x}" for name, sum in sums.items()},
         }
         write_whole(aside / MARKER, json.dumps({**marker, "own_crc32": _own(marker)}, indent=1).encode())
+        # Once more, since writing took a while in which another process may have taken the run.
         self._fence.check()
         os.replace(aside, final)
 
@@ -350,17 +361,21 @@ class CheckpointStore:
         """What follows a complete checkpoint. Returns what failed: that costs no step, and the rest is done."""
 
         def name() -> None:
+            # POSIX makes a rename durable only with a sync of its folder.
             sync(self.folder)
             write_whole(self.folder / "latest", final.name.encode())
 
         def link() -> None:
             aside = self.folder / f"{BEST}.new"
+            # A link cannot be replaced in place: the new one
+            # is renamed over it, so ``best`` always exists.
             aside.unlink(missing_ok=True)
             aside.symlink_to(final.name)
             os.replace(aside, self.folder / BEST)
 
         failed = []
         acts = [("not named as the best", link)] * best
+        # ``best`` is linked before the pruning, which spares what it points to.
         for what, act in (*acts, ("not named as the latest", name), ("an older one could not be removed", self._prune)):
             try:
                 act()
@@ -373,6 +388,8 @@ class CheckpointStore:
         for old in self.newest_first()[self.keep :]:
             if old.folder.resolve() == best:
                 continue
+            # Renamed first: a crash while it is deleted must
+            # not leave what looks like a damaged checkpoint.
             condemned = old.folder.with_name(old.folder.name + ASIDE)
             os.replace(old.folder, condemned)
             shutil.rmtree(condemned)

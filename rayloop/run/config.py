@@ -171,6 +171,7 @@ class RunConfig(SettingsModel):
     @classmethod
     def _slow_start(cls, data: Any) -> Any:
         """An engine that compiles when it starts on a GPU has the time for it, unless the configuration says how much."""
+        # Before validation, since afterwards a default looks like a value that was set.
         return with_time_to_compile(data) if isinstance(data, Mapping) else data
 
     @model_validator(mode="after")
@@ -198,6 +199,8 @@ class RunConfig(SettingsModel):
         environment, rollout = self.environment, self.rollout
         episode = environment.episode.model_copy(update=dict(below(over, EPISODES)))
         sampling = rollout.sampling.model_copy(update=dict(below(over, SAMPLING)))
+        # pydantic's ``model_copy`` validates nothing:
+        # ``_over`` has read these values by their own classes.
         return self.model_copy(
             update={
                 "environment": environment.model_copy(update={"episode": episode}),

@@ -33,6 +33,7 @@ def demand(config: RunConfig, trains: bool = True) -> list[tuple[str, Placement]
 def needs(placement: Placement) -> dict[str, float]:
     """What one actor reserves."""
     bundle = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
+    # Ray refuses a bundle that reserves nothing.
     return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
 
 

@@ -133,5 +133,6 @@ def model_of(source: Path, kept: Path) -> Path:
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept) as aside:
             write(Path(aside) / "model", "float32")
+            # Renamed when it is whole: an interrupted export must not pass for a model.
             (Path(aside) / "model").rename(target)
     return target

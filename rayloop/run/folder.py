@@ -71,6 +71,7 @@ class RunFolder:
         try:
             with needed(self.lock.path):
                 self.lock.acquire()
+            # Under the lock, since another start may just be making the run.
             if resume == "never" and self.used:
                 raise RunNameInUse(
                     f"{self.path} holds a run already (last step: {self.last_step()}). To continue it, start it again "

@@ -95,6 +95,7 @@ def changes(checkpoint: Checkpoint, config: RunConfig, hashes: Mapping[str, str]
     then, now = _both(checkpoint.about, config)
     keys = [key for key in {**then, **now} if then.get(key) != now.get(key) and key not in UNREPORTED]
     found = {key: (then.get(key), now.get(key)) for key in keys}
+    # Rows with another content are reported, and not refused: only their number must stay.
     rows = checkpoint.about["identity"]["data.train"], hashes["data.train"]
     return found if rows[0] == rows[1] else {**found, "content of data.train": rows}
 

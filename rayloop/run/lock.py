@@ -60,6 +60,8 @@ class Holder:
             return None
         try:
             process = psutil.Process(self.pid)
+            # A creation time follows from the boot time, which
+            # moves with the clock: a second of tolerance.
             return bool(process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - self.started) <= 1)
         except psutil.NoSuchProcess:
             return None if _hidden(self.pid) else False
@@ -132,6 +134,7 @@ class RunLock:
                 beat = os.fstat(file.fileno()).st_mtime
                 former = _read(file)
                 if former is None or former == me or former.gone(_now(self.path.parent) - beat):
+                    # The fence before the holder: a crash between them only skips a number.
                     self._raise_fence()
                     _write(file, json.dumps(asdict(me)))
                     break
@@ -143,6 +146,7 @@ class RunLock:
             if not seen:
                 logger.warning("%s: waiting, %g s at most, for a sign of life of %s", self.path, SILENCE, former)
             seen = beat
+            # Outside of ``_alone``, so that others can judge the file in the meantime.
             time.sleep(AGAIN)
         self._stopped.clear()
         self._heart = threading.Thread(target=self._beat, name="run-lock", daemon=True)
@@ -153,6 +157,7 @@ class RunLock:
         """Refuse the former driver of this holder, which may only be suspended, before another one writes."""
         if not self.path.exists():
             return
+        # With ``_renewing`` the heartbeat does not compare the old number with the new file.
         with suppress(OSError), _alone(self.path) as file, self._renewing:
             if _read(file) == Holder.this_process():
                 self._raise_fence()
@@ -176,6 +181,7 @@ class RunLock:
         """Leave the lock empty, if this process holds it; also when ``acquire`` was interrupted."""
         self._stopped.set()
         if self._heart is not None and self._heart.is_alive():
+            # A beat after the release would pass for a sign of life of the next holder.
             self._heart.join()
         if not self.path.exists():  # the storage is not mounted: nothing is written below an empty mount point
             return
@@ -290,6 +296,7 @@ def _read(file: IO[str]) -> Holder | None:
 
 
 def _write(file: IO[str], text: str) -> None:
+    # The file is open for appending, so the text begins at 0 after this.
     file.truncate(0)
     file.write(text)
     file.flush()

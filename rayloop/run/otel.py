@@ -44,6 +44,7 @@ class Episodes:
             if not record.replayed and any(turn.times for turn in record.turns):
                 self._episode(step, record)
         spans, works = self._made.get_finished_spans(), True
+        # Before the requests: spans of a step that could not be sent must not pile up in memory.
         self._made.clear()
         for begin in range(0, len(spans), AT_ONCE):
             some = spans[begin : begin + AT_ONCE]

@@ -87,6 +87,7 @@ def findable(file: Path, address: str, namespace: str, metrics: Sequence[str] = 
     Raises StorageFailed."""
     token = os.environ.get("RAY_AUTH_TOKEN_PATH", "") if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     place = json.dumps(asdict(Place(address, token, namespace))).encode()
+    # Not durable: a power loss ends the run, and with it what the files say.
     with needed(file):
         write_whole(file, place, mode=0o600, durable=False)
         write_whole(file.with_name("prometheus.json"), json.dumps([{"targets": list(metrics)}]).encode(), durable=False)
@@ -109,6 +110,7 @@ def read_place(file: Path) -> Place:
     somebody else started it, or when another user could have written the copy."""
     own = own_copy(file)
     try:
+        # The folder as well: a user who may write into it can replace the file.
         trusted(own.parent, "the folder of your runs' places")
         trusted(own, "the run's place")
         return Place(**json.loads(own.read_bytes()))

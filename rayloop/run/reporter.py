@@ -97,6 +97,7 @@ class Reporter:
         if trouble is None:
             self._unwritten.discard(file)
         elif file not in self._unwritten:
+            # Before the event, which is written to a file and comes here again when that fails.
             self._unwritten.add(file)
             self.event(incidents.NotWritten(file, why=str(trouble)))
 

@@ -51,6 +51,8 @@ class JsonLines:
     def beside(self, record: Mapping[str, Any]) -> None:
         """Write one line to another process's file, unless the storage refuses or that process stopped within a line."""
         with suppress(OSError), self.path.open("ab+", buffering=0) as file:
+            # The other process may have stopped within a
+            # line, which this one would complete wrongly.
             file.seek(max(0, file.tell() - 1))
             if file.read(1) in (b"", b"\n"):
                 file.write(_line(record))
@@ -60,6 +62,8 @@ class JsonLines:
             if self._file is None:
                 _drop_torn_line(self.path)
                 made = 0 if self._made else os.O_CREAT
+                # Without a buffer each line is one write, and
+                # its failure is known here, not at the close.
                 self._file = FileIO(os.open(self.path, os.O_WRONLY | os.O_APPEND | made, 0o666), "ab")
                 self._made = True
             while self._held:
@@ -113,6 +117,7 @@ class JsonLines:
             record = self._record(line)
             (kept if record is not None and keep(record) else moved).append(line)
         if moved:
+            # The moved ones first: a crash between the two doubles records, and loses none.
             write_whole(aside, b"".join(moved))
             write_whole(self.path, b"".join(kept))
         return len(moved) - self.damaged

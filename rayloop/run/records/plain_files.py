@@ -22,6 +22,7 @@ def write(structure: Path, tensors: Path, value: Any) -> None:
     try:
         save_file(found, tensors)  # other threads go on meanwhile, unlike with ``save``
     except SafetensorError as error:
+        # safetensors has one class for all errors; only the text says that the storage refused.
         kind = CheckpointStorageFailed if "os error" in str(error) else CheckpointError
         raise kind(f"the arrays of the state cannot be saved: {error}") from error
     structure.write_text(json.dumps(plain), encoding="utf-8")
@@ -58,6 +59,7 @@ class _Writer:
             case list() | tuple():
                 return [self.plain(one, f"{where}[{i}]") for i, one in enumerate(value)]
             case Mapping():
+                # A mapping with such a key would be read back as a tensor.
                 if not all(isinstance(name, str) for name in value) or value.keys() in ({ARRAY}, {BYTES}):
                     raise CheckpointError(f"{where} has keys that cannot be saved: {', '.join(map(repr, value))[:200]}")
                 return {name: self.plain(one, f"{where}.{name}") for name, one in value.items()}

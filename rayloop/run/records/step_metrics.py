@@ -64,6 +64,7 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
                 "rollout/images_sent_again": float(sum(s.sent.again for s in summaries)),
                 "rollout/image_bytes_sent": float(sum(s.sent.bytes for s in summaries)),
             }
+        # Always present, so that its curve has a 0 where no episode was completed.
         ends = Counter({str(EndReason.DONE): 0})
         ends.update(str(s.end_reason) for s in summaries)
         metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
