@@ -79,7 +79,6 @@ def pack(
     ban_end = torch.cat([s.turn_position for s in samples]) < per_token([s.sampling.min_tokens for s in samples], torch.int64)
     end_tokens = sampling.end_tokens if ban_end.any() else ()
     images = [pair for s in samples for pair in zip(s.pixels, s.grids, strict=True)]
-    # Without pooling the pixels are in the order of the row, so images stay repeated.
     keys = [id(pixels) if share_images else i for i, (pixels, _) in enumerate(images)]
     distinct = dict(zip(keys, images, strict=True))
     order = {key: i for i, key in enumerate(distinct)}
@@ -88,7 +87,6 @@ def pack(
     return Batch(
         token_ids=token_ids[None],
         position_ids=position_ids[:, None],
-        # A copy of row 0 that stays on the host: attention reads where samples begin from it.
         starts=position_ids[:1],
         pixel_values=torch.cat([pixels.result() for pixels, _ in distinct.values()]) if images else None,
         image_grid=torch.tensor([grid for _, grid in distinct.values()]) if images else None,
