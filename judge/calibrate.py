@@ -134,6 +134,7 @@ async def calibrate(
     opinions = await second_opinions(client, items, answers, patience)
     disputed = [(one, rule, own) for one, rule, own in opinions if rule.verdict is not own.verdict]
     labels = sorted({answer.backend for answer in answers if answer.backend})
+
     say(f"{client.connection.url}: {len(items)} items, backend {', '.join(labels) or 'unknown'} ({client.fingerprint})")
     say(HEADER)
     scores = []
@@ -143,12 +144,14 @@ async def calibrate(
     whole = score("all", items, answers)
     for line in (*scores, whole):
         say(str(line))
+
     say(f"{by_rule} of {len(items)} were decided by rules, without a model")
     say(f"the model itself, asked about {len(opinions)} of them, differs on {len(disputed)}")
     for one, rule, own in disputed[:3]:
         say(f"  {one.id}: {one.item.answer!r} for {one.item.reference!r}: rules {rule.verdict}, model {own.verdict}")
     for answer in [answer for answer in answers if isinstance(answer, JudgeUnscored)][:3]:
         say(f"no verdict: {answer.kind}: {answer.reason}")
+
     problems = failures(whole, gate)
     if keep:
         about = {"time": time.time(), "url": client.connection.url, "fingerprint": client.fingerprint, "problems": problems}

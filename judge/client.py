@@ -85,8 +85,7 @@ class JudgeClient:
         deadline = asyncio.get_running_loop().time() + patience
         if not self.fingerprint and self.settings.cache_file:  # the keys of the cache need it
             self._introduction = self._introduction or asyncio.create_task(self._introduce())
-            # ``wait`` leaves the task alone when this caller's patience ends: others wait for it
-            # too.
+            # ``wait`` leaves the task alone when this caller gives up: others wait for it too.
             await asyncio.wait({self._introduction}, timeout=patience)
         if item.fresh:
             return await self._wait(self._ask(item), deadline)
@@ -202,6 +201,7 @@ class JudgeClient:
                 if len(batch) > 1 and error.status in (400, 413, 422):
                     return self._one_by_one(batch)  # a bad item spoils a batch
                 return _no_verdict(batch, NoVerdict.UNAVAILABLE, str(error))
+
             if failure is None:
                 self.last_error = None
                 self.breaker.succeeded()
@@ -210,6 +210,7 @@ class JudgeClient:
             transport.RETRIES.labels(failure.reason).inc()
             if len(again) == len(batch) > 1 and failure.perhaps_an_item and failure.reason == before:
                 return self._one_by_one(batch)
+
             if len(again) == len(batch):
                 blamed = blamed + 1 if tries and await self._its_own_doing(batch, failure) else 0
                 # The item is to blame, so the judge's row of failures ends here.
@@ -220,6 +221,7 @@ class JudgeClient:
             if blamed >= ENOUGH:
                 reason = f"a judge that is right about its canary fails on this item: {failure}"
                 return _no_verdict(batch, NoVerdict.INVALID, reason)
+
             before = failure.reason
             pause = min(self.settings.backoff * 2.0**tries, self.settings.backoff_max)
             # With jitter: clients that failed together must not come back together.

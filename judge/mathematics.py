@@ -65,8 +65,7 @@ class MathVerifier:
 
     def _started(self) -> subprocess.Popen[str]:
         child = subprocess.Popen(
-            # -P keeps the folder of the script off the module path, where its names would hide
-            # others.
+            # -P keeps the script's folder off the module path: its names would hide others.
             [sys.executable, "-P", _PROGRAM, str(_MEMORY)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

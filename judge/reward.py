@@ -134,12 +134,15 @@ class JudgeReward:
         )  # fmt: skip
         if self.settings.rules_first and (known := decide(self._rubric, item)) is not rules.UNDECIDED:
             return self._scored(float(bool(known.correct)), 0.0, f"{known.rule}: {known.reason}")
+
         if trial and (why := await self._absent()):
             return Unscored(UnscoredKind.REWARD_UNAVAILABLE, why)
         self._watch_drift()
+
         patience = timeout * _SHARE
         if trial or self.settings.on_unavailable != "wait":
             patience = min(patience, self.settings.patience)
+
         result = await self._ask(item, asyncio.get_running_loop().time() + patience)
         if isinstance(result, JudgeVerdict):
             changed = ("judge_changed",) if result.fingerprint != self.client.fingerprints[0] else ()

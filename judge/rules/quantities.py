@@ -96,6 +96,7 @@ def quantity(text: str) -> Quantity | None:
     word = _WORD.match(text)
     if word:
         text = f"{WORDS[word.group().casefold().replace(' ', '-')]}{text[word.end() :]}"
+
     found = _NUMBER.fullmatch(text)
     if found is None or re.match(r"0[0-9,]", found["top"] or found["number"]) or re.match(r"0", found["bottom"] or ""):
         return None
@@ -103,10 +104,12 @@ def quantity(text: str) -> Quantity | None:
         return None  # hexadecimal
     if found["rest"] == "s" and found["number"] and found["number"].endswith("0"):
         return None  # a decade, or seconds
+
     rest = found["rest"].strip()
     magnitude = 0
     if (first := rest.partition(" ")[0]).casefold() in MAGNITUDES and not found["top"]:
         magnitude, rest = MAGNITUDES[first.casefold()], rest[len(first) :].strip()
+
     unit = _unit(rest)
     currency = found["currency"] or found["currency2"]
     if unit is None or (found["currency"] and found["currency2"]) or (currency and unit not in ("", currency)):

@@ -51,15 +51,18 @@ class Renderer:
         self._encoder = Encoder(folder)
         self._tokenizer, self._special = self._encoder.tokenizer, self._encoder.special
         self._turns = Turns(self._template, self._encoder.markup, folder)
+
         config = read_json(folder / "config.json")
         self.image_token: int | None = config.get("image_token_id") if "vision_config" in config else None
         self._geometry = _geometry(folder, config, model) if self.image_token is not None else None
         around = (self._tokenizer.token_to_id(token) for token in family(config.get("model_type", "")).around)
         self._around = tuple(token for token in around if token is not None)
+
         self._images = None
         if self._geometry is not None:
             self._images = PromptImages(self._geometry, model.position_tint, max_image_pixels)
         self._encoded: Cache[str, TokenIds] = Cache(KEPT, len)
+
         size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 0)
         unwritable = range(self._tokenizer.get_vocab_size(), size)  # ids that pad the embedding: they decode to nothing
         self.banned_tokens = tuple(sorted({*self._vision_tokens(config), *unwritable}))

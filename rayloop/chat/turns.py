@@ -33,6 +33,7 @@ class Turns:
         # ``_shown`` reads ``typed`` itself, so it is asked with False before the answer is known.
         self.typed = False
         self.typed = not self._shown(self._mark)
+
         answer = {"role": "assistant", "content": self._mark}
         self._answered: Chat = [*QUESTION, answer]
         try:
@@ -41,8 +42,10 @@ class Turns:
             following = self._tail([*self._answered, *QUESTION])
         except jinja2.TemplateError as error:
             raise ConfigError(f"{folder}: the chat template fails on a plain conversation: {error}") from error
+
         header, found, closing = last.partition(self._mark)
         self.opening = header.removeprefix(self.asked) if found and header.startswith(self.asked) else ""
+
         closes = special.match(closing.lstrip())
         follows = special.match(following)
         if follows is None:

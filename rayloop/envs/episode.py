@@ -207,16 +207,19 @@ class _Episode:
     async def _begin(self) -> None:
         began, settings = time.time(), self.settings
         await self._blamed("__init__", self.environment.make(settings.step_timeout))
+
         first: Observation = await self._call("reset", self.request.task, timeout=settings.step_timeout)
         self._check("reset", "return Observation", first)
         tools = await self._call("tools", timeout=settings.step_timeout) or list(self.request.task.tools)
         rendered = await self.prompts.of(first.messages, tools, settings.step_timeout)
+
         limit = min(settings.max_prompt_tokens, settings.max_tokens - 1)
         if len(rendered.token_ids) > limit:
             raise OverLongPrompt(len(rendered.token_ids), limit)
         if len(rendered.images) > settings.max_images:
             reason = f"the prompt has {len(rendered.images)} images, max_images is {settings.max_images}"
             raise DataFailure(self.request.task.id, reason)
+
         self.prompt = rendered
         self._append("prompt", rendered, times=(began, time.time()))
 
@@ -227,6 +230,7 @@ class _Episode:
         # Only where the episode's limit cut the turn: one that reached its own limit is answered.
         if completion.finish is FinishReason.LENGTH and room <= self.sampling.max_tokens:
             return EndReason.OVER_LENGTH
+
         try:
             step: StepResult = await self._call("step", self._text(completion), timeout=self.settings.step_timeout)
         except PolicyFailure as error:
@@ -236,9 +240,11 @@ class _Episode:
             raise self._wrong("step", "return StepResult", step)
         if step.observation is not None:
             self._check("step", "return StepResult with observation Observation or None", step.observation)
+
         goes_on = step.error is not None or not (step.done or step.observation is None)
         executed = step.error is None if goes_on else None
         self.turns[-1] = dataclasses.replace(self.turns[-1], executed=executed, reward=self._reward(step.reward), times=times)
+
         if step.error is not None and (step.done or self.settings.on_error == "end"):
             return EndReason.ACTION_ERROR
         if step.done or step.observation is None:

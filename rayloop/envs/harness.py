@@ -103,10 +103,12 @@ class Harness:
         asked = {"run": s.run, "row": row, "address": opens, "limits": limits, "call": call, "alone": s.alone}
         asked["network"] = s.network
         asked |= {"variables": self._variables(address), "folder": os.getcwd()}
+
         server = await in_thread(_fork_server, s.python or sys.executable, s.preload, timeout=2 * READY)
         found = await server.host(asked)
         if s.alone and not found["alone"]:
             _warn()
+
         said = _said(found["output"], s.python or sys.executable)
         if "(deadline)" in found["end"]:
             raise EnvironmentHung(f"the agent was ended: {found['end']}{said}", True)

@@ -164,11 +164,13 @@ head -c {most} ../out; head -c {most} ../err; tar -cf - . | head -c {self._most}
                 )
             if self._closed:
                 raise EnvironmentFailed("the sandbox is closed")
+
             until = time.monotonic() + timeout
             try:
                 code, answer = self._kind.run(script, self._files + stdin, timeout + GRACE)
             except OSError as error:
                 raise EnvironmentFailed(f"programs cannot be run: {error}") from error
+
             begun = answer.find(BEGUN)
             if begun < 0 and (code is None or 0 < code < 128):
                 raise EnvironmentFailed(f"the sandbox did not begin ({code}): {answer[:500].decode(errors='replace')}")
@@ -176,9 +178,11 @@ head -c {most} ../out; head -c {most} ../err; tar -cf - . | head -c {self._most}
             line = answer[at : at + LINE].partition(b"\n")[0]
             found = [int(word) for word in line.split() if word.isdigit()]
             code, out, err, *_ = [*found, *(137, 0, 0)[len(found) :]]  # the program may have ended the script too
+
             begins = at + len(line) + 1
             ends = begins + min(out, most)
             files_at = ends + min(err, most)
+
             whole = len(answer) - files_at < self._most
             if whole and len(answer) > files_at:
                 self._files = answer[files_at:] + bytes((files_at - len(answer)) % BLOCK)

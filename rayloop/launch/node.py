@@ -193,6 +193,7 @@ def _join(a: argparse.Namespace, place: Rendezvous, joined: Head, signals: StopS
                     _pause(a.grace, signals, gone)  # runs save, if their jobs are near their limits as well
                 if why in (End.GONE, End.RAY) and (ray.poll() is not None or gone.replaced() or not accepts(joined.address)):
                     _part(program)
+
             code = program.returncode if program else 0
             lost = place.head() != joined or joined.stale() is not None
             if why is End.RAY and not lost:

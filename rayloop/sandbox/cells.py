@@ -122,6 +122,7 @@ class Cells:
             sys.modules["matplotlib.pyplot"].show = self._show  # type: ignore[attr-defined]
         sys.stdin = io.StringIO("")
         frames.Channel(self._connection, frames.MOST_GIVEN).serve(self._answer)
+        # An ordinary exit would wait for threads that the code has left running.
         os._exit(0)
 
     def _answer(self, asked: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:

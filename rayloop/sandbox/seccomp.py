@@ -43,6 +43,7 @@ def refuse_all_but(threads: bool, writing: bool) -> None:
     rows = program(os.getpid(), threads, writing, kernel.MACHINE)
     array = (_Row * len(rows))(*(_Row(*row) for row in rows))
     filtered = _Program(len(rows), array)
+    # Without it the kernel lets only an administrator install a filter.
     kernel.no_new_privileges()
     kernel.check(kernel.libc.prctl(_PR_SET_SECCOMP, _FILTER, ctypes.byref(filtered), 0, 0), "seccomp")
 
@@ -62,6 +63,7 @@ def lenient(machine: str, segments: bool = True) -> list[Row]:
     for numbers in calls.OF_ADMINISTRATORS.values():
         if (number := numbers[column]) is not None:
             rows += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+
     clone, clone3 = (calls.CONDITIONAL[name][column] for name in ("clone", "clone3"))
     socket = calls.SOCKET[column]
     assert clone is not None
@@ -70,6 +72,7 @@ def lenient(machine: str, segments: bool = True) -> list[Row]:
     families = _one_of(0, _FAMILIES)
     return [
         *rows,
+        # A filter cannot read clone3's flags, which lie in memory; C libraries then use clone.
         *((_EQUAL, 0, 1, clone3), (_RETURN, 0, 0, _ERROR | errno.ENOSYS)),
         *((_EQUAL, 0, 4, clone), (_LOAD, 0, 0, _low(0)), (_ANY_BIT, 0, 1, _NAMESPACES)),
         *((_RETURN, 0, 0, _ERROR | errno.EPERM), (_RETURN, 0, 0, _ALLOW)),

@@ -71,15 +71,18 @@ def _load(settings: dict[str, Any]) -> None:
     os.environ["MPLCONFIGDIR"] = cache
     for name in (*settings["preload"], "random", "secrets", "math", "base64", "collections", "itertools", "statistics", "re"):
         importlib.import_module(name)
+
     if "numpy" in sys.modules:
         importlib.import_module("numpy.random")
         importlib.import_module("numpy.linalg").svd([[1.0]])
+
     if "PIL.Image" in sys.modules:
         image = sys.modules["PIL.Image"]
         image.init()
         image.new("RGB", (8, 8)).resize((4, 4)).rotate(3).save(io.BytesIO(), "PNG")
         for name in ("ImageDraw", "ImageFilter", "ImageOps", "ImageEnhance", "ImageChops", "ImageFont", "ImageStat"):
             importlib.import_module(f"PIL.{name}")
+
     if "matplotlib.pyplot" in sys.modules:
         plt = sys.modules["matplotlib.pyplot"]
         plt.figure(figsize=(2, 2))
@@ -113,6 +116,7 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         self._made += 1
         folder = os.path.join(self._settings["folder"], str(self._made))
+
         if self._home is not None:
             kernel.unshare(kernel.NEW_PID)
         try:
@@ -126,6 +130,7 @@ class ForkServer:
             # The server goes back, so that the next interpreter gets a namespace of its own.
             kernel.set_namespace(self._home, kernel.NEW_PID)
         self._children[pid] = folder
+
         handle = kernel.pidfd(pid)
         socket.send_fds(self._control, [json.dumps({"pid": pid}).encode()], [ours.fileno(), handle])
         ours.close()

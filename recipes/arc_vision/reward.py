@@ -197,9 +197,11 @@ def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, w
     calls = asked = [call for turn in written for call in turn]
     if corrected and played.executed is not None:
         calls = [turn[-1] for turn, done in zip(written, played.executed, strict=True) if done and turn]
+
     covered = area(truth) if truth[0] < truth[2] and truth[1] < truth[3] else _NO_AREA
     small = library_small(truth, settings.small_area) if settings.variant == "library" else covered < settings.small_area
     edge = min(truth[:2]) < settings.edge_margin or max(truth[2:]) > 1 - settings.edge_margin
+
     given, unreadable = answered(text, played.size) if corrected else (ORIGINALS[settings.variant](text), "unparsable")
     found = grounding(given, truth)
     about = found | {"tools": float(len(calls)), "known_tools": float(_known(calls, settings)), "penalties": 0.0}
@@ -209,6 +211,7 @@ def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, w
         about |= {} if sure is None else {"confidence": sure, "right": found["click"]}
     elif asked:
         about["simulated"] = step_rewards(asked)
+
     if asked and not _answered(text, settings.variant):
         return _tool_only(about, truth, small or edge, settings, played.step)
     overlap = found["iou"]
@@ -216,9 +219,11 @@ def arc_vision(played: Played, truth: Box, settings: ArcVisionReward.Settings, w
     tool, gate = _tool_term(len(calls), overlap, small, edge, settings), 0.0 - sum(penalties.values())
     if settings.decay.steps:
         tool *= max(settings.decay.least, 1 - played.step / settings.decay.steps)
+
     value = weights.task * overlap + weights.tool * tool + weights.gate * gate
     if settings.variant == "original" and not math.isfinite(value):
         value = -1.0
+
     cost = _incomplete(settings, played.step) if asked and not found["format"] else 0.0
     flags = (*penalties, *(() if found["format"] else (unreadable,)), *(("incomplete",) if cost else ()))
     terms = {"r_task": overlap, "r_tool": tool, "r_gate": gate, "penalties": float(len(penalties))}

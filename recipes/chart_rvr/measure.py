@@ -170,6 +170,7 @@ class BlindChart:
             rows = self._known[key][: self._settings.rows]
             texts = list(dict.fromkeys([_answer(_usual(rows)), *map(_answer, rows)]))
             paid = iter(self._paid([(text, row) for text in texts for row in rows]))
+            # In the order of the pairs: all rows of a text, then those of the next.
             means = {text: fmean(next(paid).value for _ in rows) for text in texts}
             self._best[key] = max(means, key=lambda text: means[text])
         (found,) = self._paid([(self._best[key], task)])

@@ -87,9 +87,11 @@ class Chats:
         if completion.finish is FinishReason.STOP_STRING:
             at, stop = min((text.index(stop), stop) for stop in sampling.stop if stop in text)
             without_stop, text = text[:at], text[: at + len(stop)]
+
         message = answer_of(text if tools or asked.include_stop_str_in_output else without_stop, tools)
         if tools and not message.tool_calls and not asked.include_stop_str_in_output:
             message = answer_of(without_stop, ())
+
         reason = "length" if completion.finish is FinishReason.LENGTH else "stop"
         answer: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
         if message.tool_calls:

@@ -110,6 +110,7 @@ def number(text: str, space: Any) -> int:
     found = re.findall(r"-?\d+", text)
     first = int(getattr(space, "start", 0))
     allowed = f"a whole number from {first} to {first + int(space.n) - 1}"
+    # Before ``contains``: numpy raises for a number that 64 bits do not hold.
     if not found or len(found[-1]) > 18 or not space.contains(int(found[-1])):
         raise ValueError(f"the action is {allowed}")
     return int(found[-1])

@@ -225,6 +225,7 @@ def _answered(error: Exception) -> bool:
 
 def _inner(error: BaseException) -> BaseException:
     """The first error of a group; another error itself."""
+    # The task groups of anyio raise a group even for a single error.
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

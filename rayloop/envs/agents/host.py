@@ -98,6 +98,7 @@ def _host(alone: bool) -> None:
         asked = json.loads(connection.readline())
     LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # what the agent leaves behind becomes a child of this process
     alone = asked["alone"] = alone and asked["alone"]
+
     # Three pipes: what the agent prints, what its function returns, and the exit code, which its parent reports.
     output, written = os.pipe()
     returned, returns = os.pipe()
@@ -122,6 +123,7 @@ def _host(alone: bool) -> None:
         _kill()
         found["end"] = found["end"] or _killed_at_its_limit(asked["limits"], group)
         short = memory.machine_was_short(group, killed_before)
+
     code = os.read(status, RESULT)
     found["code"] = os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
     found |= {"result": None, "raised": [], "broken": short or not code}  # without a code, the agent's parent was killed
@@ -240,6 +242,7 @@ def _keep(asked: Mapping[str, Any], written: int, returns: int, reports: int, pa
     # The fork has the host's ends of the pipes too, which the agent must not get.
     for descriptor in (nothing, *asked["ours"]):
         os.close(descriptor)
+
     most = int(asked["limits"]["memory_mb"]) << 20
     if asked["group"]:
         with suppress(OSError):
@@ -248,11 +251,13 @@ def _keep(asked: Mapping[str, Any], written: int, returns: int, reports: int, pa
         with suppress(OSError):  # shared segments of which no process is left are in no sum
             _write("/proc/sys/kernel/shmall", str(most // PAGE))
         LIBC.mount(b"tmpfs", b"/dev/shm", b"tmpfs", PLAIN, f"size={most}".encode())
+
     if passed is not None:
         if asked["address"]:
             with _listening(_port(asked)) as listening:
                 socket.send_fds(passed, [b"1"], [listening.fileno()])
         passed.close()
+
     LIBC.prctl(BOUND_DROP, SYS_PTRACE, 0, 0, 0)
     parent = os.getpid()
     agent = os.fork()
@@ -363,9 +368,11 @@ def _become(asked: Mapping[str, Any], written: int, returns: int) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(written, 1)
     os.dup2(written, 2)
+
     most = int(asked["limits"]["memory_mb"]) << 20
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
     code = 1
     try:
         if isinstance(asked["run"], list):

@@ -115,6 +115,7 @@ class Session:
         digest = hashlib.sha256(repr((conversation.token_ids, [i.ref.sha256 for i in conversation.images])).encode()).hexdigest()
         seed = derive(self._request.seed, "chat", digest, self._seen[digest])
         self._seen[digest] += 1
+
         shown, group = (conversation.token_ids, conversation.images), str(self._request.id.group)
         prompts = [TokenPrompt(*shown, affinity=group, seed=derive(seed, "choice", index)) for index in range(choices)]
         try:
@@ -122,6 +123,7 @@ class Session:
         except Exception as error:
             self._fail(error)
             raise
+
         answer, known = self.chats.answer(asked, conversation, completions, sampling, seed)
         self._answered += known
         self.refused = ""

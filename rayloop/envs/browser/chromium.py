@@ -88,6 +88,7 @@ class Chromium:
             async with asyncio.timeout(CLOSING if self.alive else 0.5):
                 await self.browser.close()
         self.kill()
+        # After the kill: the browser's user number is free only without its processes.
         self._program.close()
 
     def kill(self) -> None:

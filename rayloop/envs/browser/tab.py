@@ -181,6 +181,7 @@ class Tab:
 
             self.refused[counted] += 1
             task = asyncio.ensure_future(run())
+            # asyncio itself holds a task by a weak reference only.
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

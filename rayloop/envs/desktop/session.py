@@ -188,7 +188,9 @@ class Desktop:
         # A pipe holds a line, so this returns before bwrap reads it.
         with open(writing, "w", encoding="utf-8") as passwd:
             passwd.write(f"user:x:{uid}:{uid}:user:{HOME}:/bin/bash\n")
+
         display, written = os.pipe()
+
         filtered = os.memfd_create("filter")
         os.write(filtered, seccomp.administrators_refused())
         os.lseek(filtered, 0, os.SEEK_SET)
@@ -199,8 +201,10 @@ class Desktop:
             "display_written": written,
             "apart": bool(users),
         }
+
         server = ["/usr/bin/prlimit", f"--as={limits.memory_mb * MIB}", "--core=0", "Xvfb", "-displayfd", str(written)]
         server += ["-screen", "0", f"{limits.width}x{limits.height}x24", "-nolisten", "tcp", "-noreset"]
+
         paths = _code()
         line = bubblewrap.command(
             [

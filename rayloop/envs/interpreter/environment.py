@@ -155,9 +155,11 @@ class PythonInterpreter:
             return self._refused("there is neither code (a ```python block, closed by ```) nor an <answer> in this turn")
         if text.forbidden(code, self._settings.forbidden):
             return self._refused("there is a call in this code that is forbidden")
+
         if self._interpreter is None:
             self._begin()
         assert self._interpreter is not None
+
         self._ran += 1
         began = time.monotonic()
         try:
@@ -235,6 +237,7 @@ class PythonInterpreter:
         said = given.text + (f"\n[{lost} pictures are not shown]" if lost else "")
         if given.error is not None:
             said = f"{said.rstrip()}\n{given.error}".lstrip()
+
         wording = self._settings.wording
         ours = text.opened(said), text.CLOSED
         opened, closed = ours if wording == "rayloop" else text.published_result(wording, said, bool(pictures))
@@ -243,6 +246,7 @@ class PythonInterpreter:
             before, after = text.clue(self._shown)
             parts += [before, picture, f"{after}\n" if wording == "rayloop" else after]
             self._shown += 1
+
         observation = Observation((Message(self._settings.role, (*parts, closed)),))
         stops = given.error is not None and self._settings.on_error == "stop"
         return StepResult(observation, done=stops, error=given.error, info={"seconds": given.seconds})
