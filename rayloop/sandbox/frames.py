@@ -88,6 +88,7 @@ class Channel:
             send(self._socket, {**arguments, "op": op, "call": self._calls}, blobs, until)
             header, found = receive(self._socket, until, self._most)
         except TimeoutError as error:
+            # TimeoutError is a kind of OSError: further down it would become a ConnectionError.
             raise TimeoutError(f"no answer within {seconds:g} seconds") from error
         except ConnectionError:
             raise

@@ -57,6 +57,7 @@ def reached() -> Reached:
         except (SandboxFailed, CodeFailed) as error:
             reasons[level] = str(error)
             continue
+        # The weakest is returned whatever it holds: ``minimum`` decides if that is enough.
         if level == Level.PROCESS or len(held) == len(ATTACKS):
             return Reached(level, reasons, held)
         reasons[level] = f"not held: {', '.join(name for name in ATTACKS if name not in held)}"

@@ -62,6 +62,7 @@ def filled_exactly(*pids: int) -> int:
 
 def beyond(limit: float, pids: Sequence[int]) -> int:
     """How many bytes they fill together when that is more than ``limit``, else 0."""
+    # This sum is never too low, since it counts shared pages several times, and it costs less.
     if filled(*pids) <= limit:
         return 0
     exactly = filled_exactly(*pids)

@@ -43,6 +43,7 @@ def _mark(text: str) -> int | None:
     """Where the last line begins that starts with the mark; where none does, the last mark anywhere."""
     end = len(text)
     while (found := text.rfind(MARK, 0, end)) >= 0:
+        # Each line is left behind once it was looked at, so many marks cost no more than one.
         line = end = text.rfind("\n", 0, found) + 1
         first = found - len(text[line:found].lstrip())
         if text.startswith(MARK, first):

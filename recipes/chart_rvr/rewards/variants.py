@@ -19,6 +19,7 @@ class Corrected(Variant):
     """``least``, ``most`` and ``cap`` are tokens of the reasoning after the table, counted by ``count``."""
 
     def __init__(self, tolerance: float, years: tuple[int, int], least: int, most: int, cap: int, count: Count) -> None:
+        # By its text: the float 0.05 is not exactly a twentieth.
         self._tolerance, self._years = Fraction(str(tolerance)), years
         self._least, self._most, self._cap, self._count = least, most, cap, count
 

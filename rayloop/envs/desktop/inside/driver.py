@@ -65,6 +65,7 @@ class Desk:
 
     def answer(self, header: Header, blobs: list[bytes]) -> tuple[Header, list[bytes]]:
         """Carry out a call: the method of that name. Raises Spoiled."""
+        # Exit codes come first: they say whether the window manager or X has ended.
         self._reap()
         needs_screen = header["op"] not in FREE
         if needs_screen and self._manager in self._signals:
