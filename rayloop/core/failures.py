@@ -318,6 +318,7 @@ class Raised:
 MACHINES = frozenset({
     "InfrastructureFailure", "MemoryError", "ImportError", "ConnectionError", "TimeoutError", "CancelledError",
     "APIConnectionError", "TransportError", "ClosedResourceError", "BrokenResourceError", "EndOfStream", "WebSocketException",
+    "ClientConnectionError", "RpcError", "TargetClosedError", "InvalidSessionIdException",
 })  # fmt: skip
 """Exceptions that blame no policy: of Python, and of clients that say so by their own names."""
 OF_A_NAME = frozenset({

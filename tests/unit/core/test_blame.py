@@ -89,6 +89,8 @@ def test_what_another_process_raised_is_judged_by_its_names() -> None:
     assert blame_of([Raised(["JSONDecodeError", "ValueError", "Exception"])]) is Blame.POLICY
     assert blame_of([Raised(["OSError", "Exception"], errno.EMFILE)]) is Blame.INFRASTRUCTURE
     assert blame_of([Raised(["KeyError"]), Raised(["APITimeoutError", "APIConnectionError"])]) is Blame.INFRASTRUCTURE
+    assert blame_of([Raised(["TargetClosedError", "Error", "Exception"])]) is Blame.INFRASTRUCTURE, "Playwright's, of a browser"
+    assert blame_of([Raised(["InvalidSessionIdException", "WebDriverException"])]) is Blame.INFRASTRUCTURE, "Selenium's"
     assert blame_of([]) is Blame.POLICY
 
 
