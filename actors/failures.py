@@ -117,6 +117,7 @@ def fetch(refs: Sequence[Ref[T]]) -> tuple[dict[Ref[T], T], set[Ref[T]]]:
     except Exception as error:
         if not object_lost(error):
             raise
+
     found: dict[Ref[T], T] = {}
     for ref in distinct:
         try:

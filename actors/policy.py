@@ -205,6 +205,7 @@ class PolicyRank(Actor):
         # The arrays are views into Ray's object store:
         # kept, they would fill it until the next fetch.
         (updates, found, seconds), self._fetched = self._fetched, ((), {}, 0.0)
+
         references = found
         if self.settings.adapter_reference:
             # With several epochs the same trajectory is in several updates, and is scored once.
@@ -229,6 +230,7 @@ class PolicyRank(Actor):
         trajectories = [fetched[ref] for ref in payloads if ref in fetched]
         found = self.engine.logprobs(trajectories)
         swapped = self.engine.logprobs(trajectories, swap_images=True) if swap_images else found
+
         rows = []
         for trajectory, ours, other in zip(trajectories, found, swapped, strict=True):
             flat = trajectory.flatten()

@@ -30,10 +30,12 @@ class Profiles:
         if number not in self._steps:
             yield
             return
+
         folder = self._folder / f"step_{number:06d}"
         for made in (self._folder, folder):
             await self._safely(asyncio.to_thread(made.mkdir, exist_ok=True))
         await self._everywhere(None)
+
         spans: list[Span] = []
         WAITS.spans = spans
         try:
@@ -43,6 +45,7 @@ class Profiles:
         finally:
             # Also after an error: the list would grow to the end of the run.
             WAITS.spans = None
+
         await self._everywhere(folder)
         text = json.dumps(chrome(spans))
         await self._safely(asyncio.to_thread((folder / "timeline.json").write_text, text, encoding="utf-8"))

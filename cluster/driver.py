@@ -64,15 +64,18 @@ class Driver:
         """Reads the data. Raises ConfigError."""
         self.config, self.services, self.reporter = config, services, reporter
         self.origin, self.hashes = origin, hashes
+
         self.step, self.version = 0, Version(0, 0)
         self.inherited: dict[int, int] = {}
         self.owes_evaluation = False
         self.stopping = asyncio.Event()
         self.lost = self.updating = False
         self.begun = 0
+
         self.timings = Timings()
         self.ledger = Ledger()
         self.weight_sync = WeightSync(config, services, reporter)
+
         self.profiles = Profiles(config, reporter.folder.path, services, lambda why: reporter.event(incidents.WarningEvent(why)))
         self.checkpoints = origin.store(config.checkpoint.keep, lambda why: reporter.event(incidents.WarningEvent(why)))
         self.reference = RefreshedReference(config.reference.refresh_every, reporter.folder.path)
@@ -83,12 +86,15 @@ class Driver:
         # One history for both: the player counts failures
         # in it, and the manager asks it when a group ends.
         self.history = FailureHistory(config.environment)
+
         self.rollouts = RolloutManager(config, self.ledger, training_rows(config, reporter), reporter, self.history)
         self.filters = build_filters(config.algorithm.filtering.filters)
         self.advantage = build_advantage(config.algorithm.advantage)
+
         known = (on_training_rows(config), never_evaluated(config), beyond_positions(config), *idle_settings(config))
         for why in filter(None, known):
             reporter.event(incidents.WarningEvent(why))
+
         self.held_out = held_out_rows(config, reporter)
         self.player = EpisodeRunner(config, services, handle, reporter.event, self.rollouts.quarantine, self.history)
         # Taken before anything runs: a rebuilt policy that
@@ -206,6 +212,7 @@ class Driver:
             self.reporter.event(incidents.Changed(changed))
         if self.done:
             self.reporter.already_done(self.step)
+
         self.version, self.begun = Version(lineage, self.step), self.step
         self.lost = self.updating = False
 
@@ -304,12 +311,14 @@ class Driver:
         kept = [(i, m) for i, m in enumerate(group.members) if m.kept]
         if self.services.reference is None or not kept:
             return group
+
         payloads = [member.payload for _, member in kept if member.payload is not None]
         reference = self.services.reference.within(self.config.policy.step_timeout * REFERENCE_SHARE, ATTEMPTS)
         # Absolute, since an actor's working directory may be another one.
         folder = None if self.reference.folder is None else str(self.reference.folder.resolve())
         lost, arrays = await reference.split(1 + len(kept), ReferenceActor.annotate, payloads, folder)
         group = group.map({i: replace(group.members[i], reference=array) for (i, _), array in zip(kept, arrays, strict=True)})
+
         if lost:
             ids = {kept[i][1].summary.id for i in lost}
             self.rollouts.lose(ids)
@@ -339,16 +348,19 @@ class Driver:
         due = self.step % setting.every == 0 and (setting.first or self.step > 0)
         if not (last or due) or (ending and due):
             return
+
         controls = setting.controls and (last or self.step == 0)
         images: dict[str, bytes] = {}
         asked = plays(self.config, self.held_out, controls=controls, samples=setting.samples)
         report = self.rollouts.alarms.held_out
         playing = play(asked, self.config, self.player, self.step, lambda item, found: images.update(found), report)
+
         self.owes_evaluation = True
         try:
             items = await until_stopped(self.stopping, playing)
         except Preempted:
             return self.reporter.event(incidents.EvaluationStopped())  # the run that continues begins with it
+
         self.owes_evaluation = False
         if controls:
             items += blind(self.config, self.rollouts.dataset, self.held_out)
@@ -361,10 +373,12 @@ class Driver:
         self.rollouts.alarms.step(report)
         if self.rollouts.alarms.unseen:
             await self.observe()
+
         trained = {group.number: group for group in sorted(collected.groups, key=lambda g: g.number)}
         dropped = [g for g in sorted(collected.finished, key=lambda g: g.number) if g.number not in trained]
         sample = [g for two in zip_longest(trained.values(), dropped) for g in two if g]
         records = await self.dump(sample[: self.config.keep_rollouts], self.step)
+
         ledger, seconds = self.ledger.counts(), self.timings.take()
         self.rollouts.alarms.recorded(self.reporter.step(self.step, report, collected, ledger, seconds, self.player.metrics()))
         if records:

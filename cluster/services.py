@@ -55,6 +55,7 @@ async def reserve(config: RunConfig, name: str, wanted: list[dict[str, float]], 
 
     # Ray waits for ever, without an error, for what no node can hold: only the deadline ends that.
     group = placement_group(wanted, strategy="PACK", name=name)
+
     try:
         await with_deadline(timeout, group.ready(), f"the placement of {len(wanted)} actors")
     except WorkerLost:
@@ -109,11 +110,13 @@ class Services:
         self._group = await reserve(c, f"rayloop {self.folder}", bundles(c, self.trains), self._emit)
         # Before the actors start, since a node may be lost while they do.
         self._watching = asyncio.create_task(self.nodes.watch())
+
         self.rollout = self._pool(
             "rollout", c.rollout.actors, c.rollout.placement,
             lambda options: create(RolloutActor, options, c.model, self.rollout_engine, c.transport, self.weights),
             admit_engine, self.starting,
         )  # fmt: skip
+
         self.environment = self._pool(
             "environment", c.environment.actors, c.environment.placement,
             lambda options: create(
@@ -121,11 +124,14 @@ class Services:
                 c.environment.episode_timeout, c.environment.episodes_at_once,
             ),
         )  # fmt: skip
+
         self.reward = self._pool(
             "reward", c.reward.actors, c.reward.placement, lambda options: create(RewardActor, options, c.model, c.reward)
         )
         self.pools: list[Pool[Any]] = [self.rollout, self.environment, self.reward]
+
         await asyncio.gather(*self._starts())
+
         numbers = {"trainer": c.trainer.threads if self.trains else None, "engine": getattr(c.engine, "threads", None)}
         threads = "; ".join(f"{role}: {number} thread{'s' if number > 1 else ''}" for role, number in numbers.items() if number)
         sandbox = await asyncio.to_thread(held_in, c)
@@ -201,6 +207,7 @@ class TrainingServices(Services):
             c.model, c.trainer, c.optimizer, c.policy.loss, c.transport, self.weights, c.seed,
             adapter_reference=c.reference_kind == "adapter_off", adapters_alone=self.rollout_engine.adapters is not None,
         )  # fmt: skip
+
         placement, ranks = c.policy.placement, c.policy.ranks
 
         def spawn(rank: int) -> Handle[PolicyRank]:

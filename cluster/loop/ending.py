@@ -64,11 +64,13 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     stopped = isinstance(end, Preempted) or (run.stopping.is_set() and not isinstance(end, SUSPECT))
     if stopped and not isinstance(end, Preempted):
         logger.warning("while the run stopped", exc_info=error)
+
     restored = run.version.lineage > 0
     if stopped and not restored:
         return _recorded(run, run.origin.stopped(run.reporter.folder.last_step), error)
     # Before the version is that of the restored step, a checkpoint would have the version 0.0 and replace the one it came from.
     why = await _save(run, end) if restored and (stopped or run.step > run.begun) else ""
+
     # Asked of the disk: a save beside training may have written this step before the end began.
     saved = run.saving.on_disk(run.version)
     if stopped:
@@ -80,6 +82,7 @@ async def ended(run: Run, error: Exception) -> RayloopError:
             end.add_note("its traceback is in events.jsonl")
         outcome = f"step {run.step} is saved; " if saved else f"step {run.step} is not saved: {why}; " if why else ""
         end.add_note(outcome + run.origin.again())
+
     return _recorded(run, end, error)
 
 

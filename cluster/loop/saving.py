@@ -144,6 +144,7 @@ class Saving:
             if self.failed <= FAILED_SAVES + 1:  # what follows is the same every few seconds
                 self._emit(incidents.CheckpointFailed(self.failed, why=str(error)), number)
             return
+
         self.failed, self.trouble, self.saved = 0, None, (step.version, saved)
         self._emit(events.CheckpointEvent(saved.folder.name, round(time.monotonic() - began, 3)), number)
 

@@ -192,6 +192,7 @@ class WeightSync:
                 f"{self.config.tolerance:.0e} is allowed. Check that engine and trainer use the same weights, dtype, attention, "
                 "pixels, temperature and banned tokens"
             )
+
         if found.images and not found.swapped > found.mean:
             raise LogprobMismatch(
                 f"swapping the images of {found.images} probes changed the trainer's log-probs by {found.swapped:.2e} on average: "
@@ -208,6 +209,7 @@ class WeightSync:
             RolloutRequest(task, TrajectoryId(-1 - i, 0), 0, derive(self.config.seed, "probe", "drift", step, task.id), sampling)
             for i, task in enumerate(chosen)
         ]
+
         played = await asyncio.gather(*(self._episode("drift", request, player) for request in requests))
         payloads = [payload for payload in played if not isinstance(payload, Unscored)]
         try:
@@ -217,6 +219,7 @@ class WeightSync:
         except WorkerLost as error:
             self.reporter.event(incidents.DriftUnknown(why=str(error)))
             return None
+
         self.reporter.event(events.LogprobCheck(**found.report(), tolerance=self.config.drift))
         return found.mean
 
@@ -253,6 +256,7 @@ class WeightSync:
                 await self.services.policy.all(PolicyRank.restore_parameters)
             self.reporter.event(events.SelfTest(group, moved=moved.mean, follows=follows.mean))
             self._judge(group, moved, follows)
+
         await self.send(version)
 
     def _judge(self, group: str, moved: LogprobGap, follows: LogprobGap) -> None:
@@ -264,6 +268,7 @@ class WeightSync:
                 f"{self._unchanged.mean:.2e} anyway: the self-test could not see whether they arrive. Set "
                 "weight_sync.logprob_check=stop to leave the self-test out"
             )
+
         # In bfloat16 two implementations of a network with this much noise differ by more than those of a sound one.
         share = ARRIVED * moved.mean
         allowed = share if self.config.rounds else min(self.config.tolerance, share)
@@ -283,6 +288,7 @@ class WeightSync:
         if purpose != LOGPROB_CHECK:
             most = min(sampling.max_tokens, SELF_TEST_TOKENS)
             sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+
         playable = ((number, task) for number, task in enumerate(tasks) if task.id not in self._unplayable)
         while chosen := list(islice(playable, min(PROBES - len(payloads), FAILING - len(failed)))):
             requests = [
@@ -296,6 +302,7 @@ class WeightSync:
                     self._unplayable.add(task.id)
                 else:
                     payloads.append(played)
+
         if not payloads:
             reason = f"none of {len(failed)} tasks could be played for the {purpose} probe: {failed[-1].reason if failed else ''}"
             if all(outcome.kind is UnscoredKind.BAD_DATA for outcome in failed):

@@ -61,12 +61,14 @@ def evaluate(
     asked = plays(config, tasks, controls=controls, samples=samples)
     if controls and not any(task.images for task in tasks):
         print(f"no row of {data} shows an image: --controls has no wrong image to play")
+
     blinds = blind(config, _read(config.data.train, config), tasks) if controls else []
     config = pinned(config)
     make_folder(out, "--out")
     # After the folder is made: it keeps the date that the
     # chat template shows, for a continued evaluation.
     config = config.model_copy(update={"model": dated(config.model, out)})
+
     weights = config.engine.own_weights or weights_hash(config.model.path, config.model.revision)
     identity = {"config": config_hash(config), "weights": weights, "data": _sha256([Path(data)])}
     identity |= {"retries": str(retries)} if retries else {}
@@ -76,6 +78,7 @@ def evaluate(
     _claim(out / "identity.json", identity, empty=not done)
     missing = _missing(config, asked, {item.key for item in done})
     print(f"{len(asked)} answers to play, {len(asked) - len(missing)} of them on record in {out}", flush=True)
+
     why = ""
     if missing:
         held = 0 if config.engine.own_weights else read_shape(config.model.path, config.model.revision).parameters
@@ -92,14 +95,17 @@ def evaluate(
             f"none of {len(wanted)} answers has a score, so there is nothing to report. The first: {why}. Fix that, and run the "
             f"command again; {out}/events.jsonl has all reasons"
         )
+
     summary = {
         "identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds)),
         **_more(config, tasks, items),
     }  # fmt: skip
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
     scored = {item.task: item.scores for item in items if item.arm == RIGHT and item.sample == 0}
     results = {"benchmark": benchmark, "model": config.model.path, **summary, "tasks": scored}
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
     print("\n".join([*table(summary), *([f"the first without a score: {why}"] if why else [])]))
     return 1 if summary["unscored"] else 0
 

@@ -161,6 +161,7 @@ def room(name: str, wanted: HttpOptions, prefix: str = "/") -> int:
     if found is None:
         return 0
     host, port = found["http_options"]["host"], found["http_options"]["port"]
+
     if name in found["applications"]:
         raise ConfigError(f"Ray Serve has an application named {name} in this cluster already. Choose another name")
     for served, other in found["applications"].items():
@@ -169,6 +170,7 @@ def room(name: str, wanted: HttpOptions, prefix: str = "/") -> int:
                 f"the application {served} answers at {other['route_prefix']} of this cluster's Ray Serve ({host}:{port}) already. "
                 "Use it, or serve in a cluster of its own (without --address)"
             )
+
     if host != wanted.host or wanted.port not in (0, port):
         raise ConfigError(
             f"Ray Serve answers at {host}:{port} in this cluster already, and cannot answer at {wanted.host}:{wanted.port} too. "

@@ -84,11 +84,13 @@ def _fit(config: SftConfig) -> None:
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"  # relative paths of the configuration keep their meaning
     # Ray Train reads this limit from the environment only.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.start_timeout)
+
     make_tiny(config)
     model = dated(config.model, local_path(config.output) / RUN)
     placement, gpu = config.placement, config.placement.num_gpus > 0
     shape = read_shape(config.model.path, config.model.revision)
     config = config.model_copy(update={"model": model, "engine": fitted(config.engine, shape, config.workers, gpu)})
+
     resources = {"CPU": placement.num_cpus, "GPU": placement.num_gpus, **placement.resources}
     trainer = TorchTrainer(
         run_rank,
@@ -110,6 +112,7 @@ def _fit(config: SftConfig) -> None:
             checkpoint_config=CheckpointConfig(num_to_keep=1),
         ),
     )
+
     try:
         failure = trainer.fit().return_value
     except TrainingFailedError as error:
@@ -139,12 +142,15 @@ class Rank:
 
         context = ray.train.get_context()
         self.config, self.rank, self.world_size = config, context.get_world_rank(), context.get_world_size()
+
         self.output = local_path(config.output)
         self.dataset = self._read(config.data.train)
         self.held_out = () if config.data.eval is None else self._read(config.data.eval)
         self.best = (math.inf, 0)  # the lowest held-out loss, and its step
+
         self.cursor = TaskCursor(len(self.dataset), config.seed, config.data.shuffle)
         self.examples = Examples(config)
+
         engine = config.engine
         if not engine.threads and not config.placement.num_gpus:  # on a CPU the ranks of this machine share its cores
             engine = engine.model_copy(update={"threads": per_process(context.get_local_world_size())})
@@ -153,6 +159,7 @@ class Rank:
             ReinforceLoss(),
             rank=self.rank, world_size=self.world_size, init_method=None, seed=config.seed,
         )  # fmt: skip
+
         self.step, seconds = self._restored()
         self.progress = SftProgress(seconds)
 
@@ -163,6 +170,7 @@ class Rank:
             self.step += 1
             report = self.engine.train([self._share()])
             self.progress.add(report, config.batch_size)
+
             if self.step % config.log_every == 0:
                 self._say(self.progress.line(self.step))
             if config.save_every is not None and self.step % config.save_every == 0:
@@ -170,10 +178,12 @@ class Rank:
                 self._evaluate()
             if self.step % config.checkpoint_every == 0:
                 self._checkpoint(report)
+
         if self.progress.rows:
             self._say(self.progress.line(self.step))
         if config.save_every is None or self.step % config.save_every:
             self._evaluate()
+
         if not config.best or self.best[1] in (0, self.step):
             self._write_model(self.output)
         elif self.rank == 0:
@@ -215,6 +225,7 @@ class Rank:
         rows, size, found = [(row, ("held out", n)) for n, row in enumerate(self.held_out)], self.config.batch_size, []
         for start in range(0, len(rows), size):  # as many at a time as an update has, for the memory
             found += self.engine.logprobs([item.trajectory for item in self._items(rows[start : start + size])])
+
         logprob, tokens = total([sum(float(one.sum(dtype=float)) for one in found), sum(map(len, found))], device("cpu"))
         self.best = min(self.best, (-logprob / tokens, self.step))
         self._say(f"step {self.step}  held-out loss {-logprob / tokens:.4f}  {len(rows)} rows  {tokens:.0f} tokens")
@@ -263,6 +274,7 @@ class Rank:
                     f"remove {self.output / RUN / CHECKPOINTS} to begin anew"
                 )
             self.engine.load(folder)
+
         self.cursor.restore(state["cursor"])
         self.best = (*state["best"],)
         self._say(f"goes on after step {state['step']}")

@@ -72,11 +72,13 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
     if is_restart():
         folder.begun_before()
     make_folder(folder.path, "output=FOLDER")
+
     origin = Origin.of(folder.checkpoints.resolve(), config.checkpoint.resume)
     found = origin.find()
     config = with_micro_batch(pinned(config, found))
     then = found.about.get("config", {}).get("model") if found else None
     config = config.model_copy(update={"model": dated(config.model, folder.path, then)})
+
     with (
         # Signals first, so that one unwinds everything below. ``_recorded`` comes last: it writes
         # its event while the lock is still held.
@@ -90,8 +92,10 @@ def train(config: RunConfig, address: str | None, temporary: str | None) -> int:
             folder.write_config(dump(config))
         else:
             check_fit(checkpoint, config, hashes)  # the driver writes the configuration when it has restored
+
         with needed(folder.path):
             write_whole(folder.path / STARTED_IN, str(Path.cwd()).encode())
+
         names = namespace(folder.path)
         room = store(config, read_shape(config.model.path, config.model.revision).parameters)
         started = session(total(bundles(config)), address, temporary, folder.logs, names, room)

@@ -74,10 +74,12 @@ def _chosen(config: RunConfig, row: int | None, write: Write) -> tuple[Dataset, 
         config.environment.kinds,
         anywhere=config.data.anywhere,
     )
+
     for failure in failures[:SHOWN_FAILURES]:
         write(f"left out: {failure}")
     if more := len(failures[SHOWN_FAILURES:]):
         write(f"left out: {more} more rows; `python -m rayloop data validate CONFIG` names them")
+
     if row is None:
         return dataset, first_intact(dataset, write, SHOWN_FAILURES)
     where = f"{config.data.train}:{row}"
@@ -221,14 +223,17 @@ class _Trial:
             self.write(f"\nanswer {number} could not be played")
             self._write_error(played)
             return 1
+
         sampled = sum(len(turn.token_ids) for turn in played.sampled_turns)
         limit = played.sampling.max_tokens
         cut = any(turn.finish is FinishReason.LENGTH and len(turn.token_ids) == limit for turn in played.sampled_turns)
         by = f"; CUT at rollout.sampling.max_tokens={limit}" if cut else ""
         self.write(f"\nanswer {number}: {sampled} tokens sampled, the episode ended as {played.end_reason}{by}")
+
         for turn in played.turns[1:]:
             role = f"{turn.role}: " if len(played.turns) > 2 else ""
             self.write(_indented(role + (RESTARTS if turn.restart else self.renderer.shown(turn.token_ids))))
+
         outcome = (await scoring)[played.id]
         self.write(rewarded(outcome))
         if outcome.trace:

@@ -152,6 +152,7 @@ class EpisodeRunner:
                 begins(episode.request)
             requests = [replace(episode.request, attempt=episode.attempt) for episode in episodes]
             answer = await self.calls.play(requests, episodes[0].avoid)
+
         for episode, result in zip(episodes, answer.results, strict=True):
             episode.attempt += 1
             if isinstance(result, Failure):
@@ -169,6 +170,7 @@ class EpisodeRunner:
         (``shared``). The same bug on a second actor is not tried a third time. Data is bad when ``_confirmed``. Raises Diverged."""
         if failure.cause is Cause.DIVERGED:
             raise Diverged(failure.why)
+
         before, episode.failure = episode.failure, failure
         if bad := failure.cause is Cause.BAD_DATA:
             episode.doubted.append((answer.environment if failure.of_actor else answer.engine, failure))
@@ -181,10 +183,12 @@ class EpisodeRunner:
         elif failure.cause is Cause.OVER_LONG:
             episode.over = True
             return
+
         self._emit(incidents.EpisodeFailed(str(episode.request.id), episode.attempt - 1, why=failure.why))
         episode.avoid.environments.add(answer.environment.slot)
         # Bad data is paid for in any case, so that a task which is never confirmed ends.
         episode.paid += bad or not (shared or failure.scope is Scope.BYSTANDER)
+
         attempts = self.config.environment.attempts
         episode.over = (
             # Two actors have to agree about bad data, even where one attempt is allowed.
@@ -212,6 +216,7 @@ async def play(
     together: dict[tuple[str, str], list[int]] = {}
     for index, one in enumerate(asked):
         together.setdefault((one.arm, one.task.id), []).append(index)
+
     gate = ConcurrencyLimit(AT_ONCE)
     items: dict[int, Item] = {}
 
@@ -224,8 +229,10 @@ async def play(
                 members = await player.play(requests, step, bad_data=player.emit_bad_data)
             finally:
                 player.history.forget(group)
+
         for member in members:
             report(member)
+
         records, images = await player.rewards.describe(Group(group, asked[indices[0]].task, tuple(members)))
         for number, (index, member) in enumerate(zip(indices, members, strict=True)):
             items[index] = _item(asked[index], member, [one for one in records if one.sample == number])

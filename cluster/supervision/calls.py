@@ -71,6 +71,7 @@ class RolloutCalls:
         environments, rollout = self._services.environment, self._services.rollout
         group, count = requests[0].id.group, len(requests)
         lease = await environments.lease(avoid=avoid.environments, count=count)
+
         try:
             engine = await rollout.lease(str(group), avoid.engines, count)
         except BaseException:
@@ -78,10 +79,12 @@ class RolloutCalls:
             # give the environment's lease back as well.
             environments.release(lease.worker, count=count)
             raise
+
         # Before the call: an episode may lose its engine and ask for another one at once.
         self._engines.update((_key(request), engine.worker) for request in requests)
         self._history.begins(group, lease.worker)
         answer, *payloads = submit_split(lease.handle, 1 + count, EnvironmentActor.play, requests, engine, self._driver)
+
         heads: Sequence[Summary | Failure] = ()
         try:
             what = f"{_named(requests)} of task {requests[0].task.id} on {environments.name(lease)}"
@@ -97,8 +100,10 @@ class RolloutCalls:
             return Attempted(lease, engine, [failure] * count, lost=failure.of_actor)
         finally:
             self._release(requests, lease, heads)
+
         self._record(requests, lease, heads)
         WAITS.played(heads, environments.name(lease), rollout.name(engine))
+
         results = zip(heads, cast(Sequence[Ref[Trajectory]], payloads), strict=True)  # what was played has a payload
         return Attempted(lease, engine, [one if isinstance(one, Failure) else (one, ref) for one, ref in results])
 
@@ -172,6 +177,7 @@ class RewardCalls:
             outcomes = await self._ask(payloads, task, step, slots)
         except WorkerLost as error:
             return [Unscored(UnscoredKind.REWARD_UNAVAILABLE, str(error))] * len(payloads)
+
         again = [number for number, outcome in enumerate(outcomes) if _is(outcome, UnscoredKind.REWARD_UNAVAILABLE)]
         if not again or self._services.reward.size == 1:
             return outcomes

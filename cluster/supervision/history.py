@@ -72,6 +72,7 @@ class FailureHistory:
             found.hung.append(-1 - len(found.hung) if alone else place)
             if not contained:
                 return ""  # the actor's process ends anyway
+
         service = self._services[worker]
         service.failing.add(task)
         # Without a success anywhere since it began, the environment is broken, and not this actor.
@@ -110,6 +111,7 @@ class FailureHistory:
             # A Counter does not raise for a key that it lacks.
             del self.groups_failed[task]
             return ""
+
         others_went_well = self._successes > found.began
         if len(found.places) < min(2, self._settings.actors) or not (others_went_well or self._only_this(found, task)):
             return ""
@@ -117,6 +119,7 @@ class FailureHistory:
         if others_went_well:
             for service in self._services.values():
                 service.failing.discard(task)
+
         self.groups_failed[task] += 1
         if self.groups_failed[task] >= TASK_FAILURES:
             hangs = hangs or f"its environment failed in {self.groups_failed[task]} groups"

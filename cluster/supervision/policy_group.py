@@ -227,6 +227,7 @@ class PolicyGroup:
         ]
         # The ranks of one sequence-parallel group return the same rows: those of one rank count.
         rows = [row for part in (await self._answers("compare", asks))[::together] for row in part]
+
         if not rows:
             raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
         return LogprobGap.of(rows)

@@ -126,6 +126,7 @@ class Pool(Generic[A]):
             if isinstance(error, RayActorError) and not is_lost(error):
                 raise WorkerStartFailed(f"an actor of role {self.role} did not start: {last_line(error)}") from error
             raise
+
         self.workers[worker.serial] = worker
         self._homes[worker.slot] = worker.node
         self.budget.served(worker.slot)
@@ -144,12 +145,14 @@ class Pool(Generic[A]):
                 # A replacement under way has deadlines of its own, and the wait goes on with it.
                 if not self._replacing:
                     raise
+
         others = [w for w in self.workers.values() if w.slot not in avoid]
         nodes = {self._homes.get(slot) for slot in avoid}
         among = [w for w in others if w.node not in nodes] or others or list(self.workers.values())
         known = [w for w in among if affinity and w.affinities[affinity]]
         # Ties go to the worker whose last lease is the oldest, so that all of them are used.
         worker = min(known or among, key=lambda w: (w.leases + w.misses, w.leased, w.serial))
+
         self._leases += 1
         worker.leases, worker.leased = worker.leases + count, self._leases
         if affinity:
@@ -245,6 +248,7 @@ class Pool(Generic[A]):
         if charged:
             await self.budget.afford(slot)
         self.replaced += 1
+
         worker = None
         try:
             async with self._starting():

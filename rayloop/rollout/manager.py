@@ -56,6 +56,7 @@ class RolloutManager:
         self.in_flight.clear()
         self._playing.clear()
         self._last_commit = None
+
         async with asyncio.TaskGroup() as group:
             while True:
                 for _ in range(self._admissible()):
@@ -124,6 +125,7 @@ class RolloutManager:
 
         # After the last try: what lost payloads cost still belongs to this step's budget.
         self.scheduler.begin_step()
+
         self._taken = sum(len(group.kept) for group in chosen.train)
         finished, self.finished.groups = tuple(self.finished.groups), []
         dropped, self.ready.dropped = self.ready.dropped, Counter()
@@ -146,6 +148,7 @@ class RolloutManager:
         c, survivors, spent = self.config.algorithm, self.ready.survivors, self.scheduler.spent
         if not (survivors >= c.target and not owed) and (self.in_flight or self.scheduler.reissue or not spent):
             return False
+
         used = c.filtering.max_generation_batches if spent else 0
         members = [member for group in self.finished.groups for member in group.members]
         statuses = Counter(f"{m.status.state}[{m.status.reason}]" for m in members if m.status is not None)

@@ -180,6 +180,7 @@ class Origin:
             if not waits or not any(refused(why) for _, why in failed):
                 break
             await asyncio.sleep(RETRY)
+
         if found is None and failed:
             raise kind_of(*(why for _, why in failed))(_none_left(failed)) from failed[0][1]
         for bad, why in failed:
@@ -337,6 +338,7 @@ class CheckpointStore:
         # The ranks' files first: all that is there by then gets a size and a checksum.
         _until_seen(aside / TRAINER, written)
         write(aside / STRUCTURE, aside / TENSORS, state)
+
         sums = {f"{TRAINER}/{name}": sum for name, sum in written.items()}
         for path in sorted(path for path in aside.rglob("*") if path.is_file()):
             # On the disk before the rename: a power loss
@@ -345,6 +347,7 @@ class CheckpointStore:
             if (name := str(path.relative_to(aside))) not in sums:
                 with path.open("rb") as file:
                     sums[name] = summed(file)
+
         marker = {
             **about,
             "step": step,
@@ -352,6 +355,7 @@ class CheckpointStore:
             "files": {name: sum.size for name, sum in sums.items()},
             "crc32": {name: f"{sum.crc32:08x}" for name, sum in sums.items()},
         }
+
         write_whole(aside / MARKER, json.dumps({**marker, "own_crc32": _own(marker)}, indent=1).encode())
         # Once more, since writing took a while in which another process may have taken the run.
         self._fence.check()

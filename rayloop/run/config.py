@@ -295,6 +295,7 @@ def _problems(c: RunConfig) -> Any:
     unmeasured = c.data.eval is None or not c.evaluation.every
     if unmeasured and c.evaluation.patience:
         yield "evaluation.patience goes by the held-out reward, which this run never measures: set data.eval and evaluation.every"
+
     if c.rollout.deterministic and stale > 0:
         yield f"rollout.deterministic promises bit-equal resumption, which max_staleness: {stale} cannot keep; set it to 0"
     if c.policy.update.mini_batches > a.groups_per_step:
@@ -302,6 +303,7 @@ def _problems(c: RunConfig) -> Any:
             f"policy.update.mini_batches ({c.policy.update.mini_batches}) are cut at group boundaries, "
             f"and a step has only {a.groups_per_step} groups"
         )
+
     for where, each in {"": c, _IN_EVALUATION: c.in_evaluation}.items():
         episode, room = each.environment.episode, each.rollout.sampling.max_tokens
         yield from each.engine.unkept(each.rollout.sampling.sampling(), where)
@@ -310,6 +312,7 @@ def _problems(c: RunConfig) -> Any:
                 f"a prompt of max_prompt_tokens ({episode.max_prompt_tokens}) and one turn of sampling.max_tokens ({room}) make "
                 f"{episode.max_prompt_tokens + room} tokens{where}, above episode.max_tokens ({episode.max_tokens})"
             )
+
     per = a.filtering.groups_per_generation or a.groups_per_step
     if per * a.filtering.max_generation_batches * a.group_size < a.target * a.filtering.min_fraction:
         yield (
@@ -327,10 +330,12 @@ def _advantage_problems(c: RunConfig) -> Any:
     least, size = c.algorithm.advantage.with_.get("min_group"), c.algorithm.group_size
     if isinstance(least, int) and least > size:
         yield f"algorithm.advantage.with.min_group ({least}) is above algorithm.group_size ({size}): no group has as many members"
+
     if kind in ("turns", "gigpo") and c.environment.episode.max_turns == 1:
         yield f"algorithm.advantage.kind: {kind} compares turns, and environment.episode.max_turns is 1: raise it, or use grpo"
     if kind == "gdpo" and not c.algorithm.advantage.with_.get("weights"):
         yield "algorithm.advantage.kind: gdpo needs the components that it normalises: set with.weights, as {iou: 1.0, format: 0.5}"
+
     if kind == "distill" and not (loss.uses_kl and c.reference.path):
         yield (
             "algorithm.advantage.kind: distill has the KL to a teacher as its loss: set reference.path to the teacher, "
@@ -341,6 +346,7 @@ def _advantage_problems(c: RunConfig) -> Any:
         yield f"policy.loss.kl: {loss.kl} has not the gradient that advantage.kind: distill follows; set k2 or k3+"
     if kind == "distill" and loss.uses_entropy:
         yield "policy.loss.entropy_coef is part of the policy gradient, which advantage.kind: distill leaves out; set it to 0"
+
     most = c.algorithm.target * c.policy.update.epochs / 5
     if isinstance(loss.kl_coef, AdaptiveKl) and loss.kl_coef.horizon <= most:
         yield f"policy.loss.kl_coef.horizon: {loss.kl_coef.horizon:g} can take the coefficient to 0 at once; set it above {most:g}"

@@ -63,6 +63,7 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
 
     run = checkpoint.folder.parents[1]
     config = recorded(run / "config.yaml")
+
     try:
         source = resolve(config.model.path, config.model.revision).folder
     except ConfigError as error:
@@ -71,6 +72,7 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
         if base is not None:
             hint = f"The run was started in {base}, and it is not there either"
         raise ConfigError(f"{error} (seen from {Path.cwd()}). {hint}") from error
+
     with tempfile.TemporaryDirectory() as meeting:
         engine = FsdpEngine(
             config.model, config.policy.engine, config.policy.optimizer, config.policy.loss,
@@ -79,6 +81,7 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
         engine.load(checkpoint.trainer, checkpoint.sums)
         save_model(source, out, engine.export(Version(checkpoint.lineage, checkpoint.step)), dtype, limits=config.model)
         engine.close()
+
     if tint := config.model.position_tint:
         print(
             f"It was trained on pictures whose colours say where they are (model.position_tint: {tint}); without them it answers "
@@ -127,6 +130,7 @@ def model_of(source: Path, kept: Path) -> Path:
         checkpoint = find_checkpoint(source)
         name = f"{checkpoint.folder.parents[1].name}-{checkpoint.folder.name}-{checkpoint.lineage}"
         write = partial(_export_checkpoint, checkpoint)
+
     target = kept / name
     if not is_model(target):
         shutil.rmtree(target, ignore_errors=True)

@@ -138,16 +138,19 @@ class RunLock:
                     self._raise_fence()
                     _write(file, json.dumps(asdict(me)))
                     break
+
             beats = seen not in (0.0, beat)
             if former.lives() or beats:
                 raise RunNameInUse(
                     f"{self.path.parent} belongs to a live run ({former}). Choose another name, or end that run first."
                 )
+
             if not seen:
                 logger.warning("%s: waiting, %g s at most, for a sign of life of %s", self.path, SILENCE, former)
             seen = beat
             # Outside of ``_alone``, so that others can judge the file in the meantime.
             time.sleep(AGAIN)
+
         self._stopped.clear()
         self._heart = threading.Thread(target=self._beat, name="run-lock", daemon=True)
         self._heart.start()
@@ -185,6 +188,7 @@ class RunLock:
             self._heart.join()
         if not self.path.exists():  # the storage is not mounted: nothing is written below an empty mount point
             return
+
         with _alone(self.path) as file:
             if _read(file) == Holder.this_process():
                 _write(file, "")

@@ -78,6 +78,7 @@ class Episodes:
         tokens = record.length - sum(turn.tokens for turn in record.turns)
         usage = {"gen_ai.usage.output_tokens": record.sampled_tokens, "gen_ai.usage.input_tokens": tokens}
         about = {**own, **model, **usage, "gen_ai.agent.name": self._name, "rayloop.step": step}
+
         agent = self._span("invoke_agent", self._name, (min(times), max(times)), None, about)
         shown, turns = [("user", record.prompt)], record.turns
         for turn, after in zip(turns, (*turns[1:], None), strict=True):

@@ -87,16 +87,19 @@ def findable(file: Path, address: str, namespace: str, metrics: Sequence[str] = 
     Raises StorageFailed."""
     token = os.environ.get("RAY_AUTH_TOKEN_PATH", "") if os.environ.get("RAY_AUTH_MODE") == "token" else ""
     place = json.dumps(asdict(Place(address, token, namespace))).encode()
+
     # Not durable: a power loss ends the run, and with it what the files say.
     with needed(file):
         write_whole(file, place, mode=0o600, durable=False)
         write_whole(file.with_name("prometheus.json"), json.dumps([{"targets": list(metrics)}]).encode(), durable=False)
+
     own = own_copy(file)
     try:
         own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(own, place, mode=0o600, durable=False)
     except OSError as error:  # a home that is read-only: the run itself does not need it
         logger.warning("%s cannot be written (%s): logs, stacks and policy serve will not find this run", own, error)
+
     try:
         yield
     finally:

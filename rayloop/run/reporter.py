@@ -56,6 +56,7 @@ class Reporter:
         self.config = config
         self.folder = RunFolder.at(folder)
         self.updates = Updates()
+
         self._evaluation: dict[str, float] = {}
         self.best: dict[str, float] | None = None
         """The highest mean reward on the held-out tasks so far (``reward``), and its ``step``; it is saved with the run."""
@@ -63,6 +64,7 @@ class Reporter:
         """The steps of the evaluations since then; saved with the run too. A resume repeats one, which counts once."""
         self.gaps: Mapping[TrajectoryId, Any] = {}
         """``RolloutRecord.gaps`` of what the last step trained."""
+
         self._lengths = LengthRatio()
         self._step = 0
         self._unwritten: set[str] = set()
@@ -70,6 +72,7 @@ class Reporter:
         self._longest = {"save": 0.0, "update": 0.0}
         """Seconds of the longest checkpoint and update of this process, which a stop may have to wait for."""
         self._warned_of_grace = False
+
         shown = config.model_dump(mode="json", by_alias=True)
         self.loggers = Loggers(
             (PrometheusSettings(), *config.loggers),
@@ -153,6 +156,7 @@ class Reporter:
         before = self._first_items(step) if controlled else []
         summary = summarise(items, sum(item.reward is None for item in items), before)
         self._evaluation = metrics(items, summary["arms"])
+
         reward = self._evaluation.get("val/reward/mean")
         if reward is not None and (self.best is None or reward > self.best["reward"]):
             self.best, self.worse = {"reward": reward, "step": step}, []
@@ -160,6 +164,7 @@ class Reporter:
             self.worse.append(step)
         if self.best is not None:
             self._evaluation |= {"val/best": self.best["reward"], "val/best_step": float(self.best["step"])}
+
         self.event(events.Evaluated(self._evaluation), step)
         if summary["differences"]:
             self.event(events.Controls(**summary), step)
@@ -198,6 +203,7 @@ class Reporter:
         self._step = step
         seconds = sum(timings.values())
         busy = max(seconds - timings.get("testing", 0.0), 1e-9)
+
         found = step_metrics(collected, self.config.algorithm.target)
         record = {
             "step": float(step),
@@ -212,10 +218,12 @@ class Reporter:
             **playing,
             **{f"ledger/{name}": float(count) for name, count in ledger.items()},
         }
+
         self.folder.metrics.append({**record, "step": step})
         self._watch("metrics.jsonl", self.folder.metrics.trouble)
         if (stats := collected.replay) is not None and stats:
             self._write("replay_buffer_stats.json", lambda: self.folder.write_replay(step, stats))
+
         self.loggers.log(step, record)
         self._took("update", timings.get("update_actor", 0.0))
         self.updates.append(("step", record))

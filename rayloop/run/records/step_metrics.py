@@ -44,6 +44,7 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
         **{name: float(count) for name, count in collected.dropped.items()},
         **{f"replay/{name}": float(collected.replay[name]) for name in ("stored", "tasks") if collected.replay},
     }
+
     if played:
         summaries = [m.summary for m in played]
         metrics |= {
@@ -58,18 +59,21 @@ def step_metrics(collected: Collected, target: int) -> dict[str, float]:
             "rollout/seconds/engine": mean(_seconds_in(s, "generate") for s in summaries),
             "rollout/seconds/environment": mean(_seconds_in(s, "reset", "step") for s in summaries),
         }
+
         if any(s.images for s in summaries):
             metrics |= {
                 "rollout/images_sent": float(sum(s.sent.images for s in summaries)),
                 "rollout/images_sent_again": float(sum(s.sent.again for s in summaries)),
                 "rollout/image_bytes_sent": float(sum(s.sent.bytes for s in summaries)),
             }
+
         # Always present, so that its curve has a 0 where no episode was completed.
         ends = Counter({str(EndReason.DONE): 0})
         ends.update(str(s.end_reason) for s in summaries)
         metrics |= {f"end_reason/{name}": count / len(summaries) for name, count in ends.items()}
         last = [s.env_result for s in summaries if s.end_reason is EndReason.MAX_TURNS]
         metrics["rollout/paid_at_max_turns"] = sum(result is not None and result > 0 for result in last) / len(summaries)
+
     statuses = Counter(f"{m.status.state}/{m.status.reason}" for m in members if m.status is not None)
     return metrics | {name: float(count) for name, count in statuses.items()}
 
@@ -142,10 +146,12 @@ def _reward_metrics(members: Sequence[Member]) -> dict[str, float]:
                     calls[source].append(value)
             for flag in member.outcome.flags:
                 values[f"flag/{flag}"].append(1.0)
+
     flags = {name: len(numbers) / len(values["reward"]) for name, numbers in values.items() if name.startswith("flag/")}
     means = {f"{name}/mean": mean(numbers) for name, numbers in values.items() if numbers and not name.startswith("flag/")}
     if not values["reward"]:
         return {}
+
     if sure := [c for c in components if "confidence" in c and "right" in c]:
         means["reward/calibration_error"] = calibration_error([c["confidence"] for c in sure], [c["right"] for c in sure])
     for source, counts in calls.items():
