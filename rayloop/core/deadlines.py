@@ -66,6 +66,7 @@ class Waits:
     def give_up(self, actor: Any, why: str) -> None:
         """End all waits for ``actor``, which is known to answer none of them: each raises WorkerLost."""
         for wait in self.open.values():
+            # A limit that has expired cannot be moved: asyncio raises RuntimeError.
             if wait.actor == actor and wait.limit is not None and not wait.limit.expired():
                 wait.why = why
                 wait.limit.reschedule(asyncio.get_running_loop().time())
@@ -80,6 +81,7 @@ async def bounded(seconds: float, awaitable: Awaitable[T], late: Exception) -> T
         async with asyncio.timeout(seconds) as limit:
             return await awaitable
     except TimeoutError as error:
+        # The TimeoutError is the awaitable's own, and not this deadline's.
         if not limit.expired():
             raise
         raise late from error
@@ -99,6 +101,7 @@ async def with_deadline(
         async with asyncio.timeout(deadline) as wait.limit:
             return await awaitable
     except TimeoutError as error:
+        # The call raised a TimeoutError of its own, before the deadline.
         if wait.limit is None or not wait.limit.expired():
             raise
         kind = AnswerLate if wait.why is late else WorkerLost
@@ -115,12 +118,15 @@ async def until_stopped(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T:
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        # The work counts when both came at once: its result must not be lost.
         if tasks[0].done():
             return tasks[0].result()
         raise Preempted("asked to stop")
     finally:
         for task in tasks:
             task.cancel()
+        # They are awaited, so that the cancelled work has
+        # cleaned up, and no exception is left unread.
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -140,6 +146,7 @@ async def background(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[No
 def decisive(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """Of errors that came together, the one after which there is a way on: rebuild, or save. Otherwise the first."""
     single = list(_flat(errors))
+    # A rebuild comes before a stop: a policy that is lost cannot be saved.
     return next((e for kind in (PolicyLost, Preempted) for e in single if isinstance(e, kind)), single[0])
 
 

@@ -17,6 +17,7 @@ class Event:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "use_attribute_docstrings": True}
 
     def __init_subclass__(cls, *, by: str) -> None:
+        # Each subclass becomes a dataclass here, so that no kind can forget the decorator.
         dataclass(frozen=True)(cls)
         cls.by = by
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Event")).lower()

@@ -333,6 +333,7 @@ def raised(error: BaseException) -> list[Raised]:
     """The exception and those that led to it, the last one first."""
     chain: list[Raised] = []
     found: BaseException | None = error
+    # Causes can form a circle, and a forged chain can be long.
     while found is not None and len(chain) < LONGEST_CHAIN:
         kinds = [kind.__name__ for kind in type(found).__mro__]
         chain.append(Raised(kinds, found.errno if isinstance(found, OSError) else None))
@@ -349,6 +350,7 @@ def blame_of(chain: Sequence[Raised]) -> Blame:
     for one in chain:
         if "DataFailure" in one.kinds:
             return Blame.DATA
+        # A full disk or too many open files is the machine's, whatever the policy wrote.
         of_the_system = "OSError" in one.kinds and one.errno is not None and one.errno not in OF_A_NAME
         if of_the_system or not MACHINES.isdisjoint(one.kinds):
             return Blame.INFRASTRUCTURE

@@ -70,15 +70,19 @@ def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
 def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bool = True) -> None:
     """Replace a file: a reader sees the old content or the new one, never a part. ``mode`` overrides the umask. ``durable``: it is
     on the disk when this returns. Raises OSError, with the old content still there."""
+    # Host and process are in the name: two nodes may write one file of a shared folder at once.
     aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with open(aside, "wb", opener=lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)) as file:
             file.write(data)
             if mode is not None:
+                # The umask cuts the mode of ``open``.
                 os.fchmod(file.fileno(), mode)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
+        # The rename is atomic within a file system, which
+        # is why the new file is in the same folder.
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
@@ -116,11 +120,13 @@ def linked(source: Path, target: Path) -> None:
         try:
             os.link(file, to)
         except OSError:
+            # Some file systems have no hard links, and the source may be on another one.
             shutil.copyfile(file, to)
 
     aside = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(source, aside, copy_function=link)
+    # The rename makes the folder visible with all of its files, or not at all.
     aside.rename(target)
 
 
@@ -132,8 +138,10 @@ NO_CONTENT = (errno.EINVAL, errno.EFBIG, errno.ENXIO, errno.ENODEV, errno.EAGAIN
 def regular(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A regular file that somebody else may have named: a device or a pipe would have no end, and may do something when it is
     opened. Raises OSError, with EINVAL for what is no regular file."""
+    # Without O_NONBLOCK, opening a pipe waits for a writer that may never come.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(handle, "rb") as file:
+        # The open descriptor is asked: the path could be another file by then.
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file")
         yield file
@@ -143,6 +151,7 @@ def content(path: str | os.PathLike[str], most: int) -> bytes:
     """The bytes of a ``regular`` file. Raises OSError, with EFBIG for more than ``most`` bytes."""
     with regular(path) as file:
         size = os.fstat(file.fileno()).st_size
+        # One byte more than allowed is read, since a file may grow after its size was asked.
         data = b"" if size > most else file.read(most + 1)
         if size > most or len(data) > most:
             raise OSError(errno.EFBIG, f"it has more than {most} bytes")
@@ -220,8 +229,10 @@ def new_secret(path: Path, what: str) -> Path:
         trusted(path, what, 0o077)
         if path.stat().st_size:
             return path
+        # An empty file is what a process leaves that ended between creating and writing it.
         path.unlink(missing_ok=True)
     with suppress(FileExistsError):
+        # O_EXCL lets one process win; the others then read its secret.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.write(file, secrets.token_urlsafe(32).encode())

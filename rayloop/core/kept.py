@@ -41,5 +41,6 @@ class Kept:
     def padded(self) -> npt.NDArray[np.int32]:
         """[N, most ids of a position]; a shorter row repeats its last id."""
         ids, counts = np.frombuffer(self.ids, np.int32), np.frombuffer(self.counts, np.int32)
+        # A repeated id changes nothing where the rows are read as sets.
         columns = np.minimum(np.arange(counts.max(initial=0)), counts[:, None] - 1)
         return ids[(counts.cumsum() - counts)[:, None] + columns]

@@ -38,6 +38,8 @@ def hashed(files: Iterable[Path]) -> str:
                 digest.update(content.read())
                 continue
             for number in range(BLOCKS):
+                # The places are even from the first to the
+                # last block, so that both ends are covered.
                 content.seek((size - BLOCK) * number // (BLOCKS - 1))
                 digest.update(content.read(BLOCK))
     return digest.hexdigest()[:16]
@@ -49,6 +51,7 @@ def header(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with open(file, "rb") as content:
             length = int.from_bytes(content.read(8), "little")
+            # In another file these eight bytes can mean an exabyte.
             found = json.loads(content.read(min(length, file.stat().st_size)))
     except ValueError as error:
         raise ConfigError(f"model.path: {file} is no safetensors file; is it a pointer of git-lfs (git lfs pull)?") from error
@@ -89,6 +92,8 @@ class Resolved:
         found: dict[str, Stored] = {}
         for file in self.weights:
             for name, shape in header(file).items():
+                # Repositories hold further files, such as a
+                # second precision, that the index does not name.
                 if places and name not in places:
                     continue
                 if name in found:
@@ -195,6 +200,7 @@ def _asked(path: str, revision: str | None) -> tuple[str | None, str]:
         return answer, ""
     if isinstance(answer, RevisionNotFoundError):
         raise ConfigError(f"model.revision: {revision} does not exist of {path} on the Hub") from answer
+    # GatedRepoError derives from it, but means that the model exists.
     if isinstance(answer, RepositoryNotFoundError) and not isinstance(answer, GatedRepoError):
         why = "the Hub has no such model, or shows it only with a token (hf auth login)"
     else:
@@ -220,6 +226,8 @@ def _downloaded(path: str, commit: str, weights: bool, key: str) -> Path:
     try:
         folder = Path(snapshot_download(path, revision=commit, allow_patterns=[*TEXTS], ignore_patterns=["*/*"]))
         if weights:
+            # The index names the files that count; a repository
+            # may have the weights in several formats.
             files = [file.name for file in Resolved(folder)._named()] or [WEIGHTS]
             snapshot_download(path, revision=commit, allow_patterns=files, ignore_patterns=["*/*", "consolidated*"])
         return folder

@@ -37,6 +37,7 @@ def leave_terminal() -> None:
     """When this process's terminal was closed, let what it still prints go nowhere: there each write raises."""
     for output in (1, 2):
         try:
+            # An empty write has no effect but the error of a terminal that was closed.
             os.write(output, b"")
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), output)

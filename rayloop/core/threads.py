@@ -45,6 +45,7 @@ def complete(coroutine: Coroutine[Any, Any, Result]) -> Result:
             return future.result()
         except KeyboardInterrupt:
             for loop, task in running:
+                # The interrupt reached this thread alone; the coroutine runs in another one.
                 loop.call_soon_threadsafe(task.cancel)
             raise
 
@@ -80,6 +81,7 @@ def start(work: Callable[[], None]) -> threading.Thread:
 def asked() -> Future[Any]:
     """An answer that a thread will give: who waits for it can give up, not cancel."""
     answer: Future[Any] = Future()
+    # A future in this state cannot be cancelled, so that ``settle`` never finds it cancelled.
     answer.set_running_or_notify_cancel()
     return answer
 
@@ -99,6 +101,8 @@ def contained(work: Callable[[], Result]) -> Result:
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):
             raise
+        # SystemExit would end the thread without an answer,
+        # and a coroutine cannot raise StopIteration.
         raise RuntimeError(f"raised {type(error).__name__}: {error}") from error
 
 
@@ -167,6 +171,8 @@ class CallLoop:
 
     async def _wait(self) -> None:
         while self._calls.empty():
+            # It is cleared before the second look: a call
+            # that is put between the two sets it again.
             self._filled.clear()
             if self._calls.empty():
                 await self._filled.wait()
@@ -273,6 +279,8 @@ class Cache(Generic[K, V]):
         if (value := self.get(key)) is not None:
             return value
         with self._lock:
+            # One thread makes the value; the lock is not
+            # held meanwhile, since making may take seconds.
             ours = key not in self._making
             answer = self._making.setdefault(key, Future())
         if ours:
@@ -283,6 +291,7 @@ class Cache(Generic[K, V]):
             except BaseException as error:
                 answer.set_exception(error)
             finally:
+                # It is removed in any case, so that the next caller tries a failure again.
                 del self._making[key]
         return answer.result()
 
@@ -294,5 +303,6 @@ class Cache(Generic[K, V]):
             if not self._in_use(key):
                 gone.append(key)
                 self.used -= self._size(value)
+        # They are collected first: a dictionary must not change while it is iterated.
         for key in gone:
             del self._values[key]

@@ -320,6 +320,8 @@ class Trajectory:
                 states.append(hashlib.blake2b(repr((images, tokens)).encode(), digest_size=8).hexdigest())
                 images, tokens = [], []
             elif not turn.restart:
+                # Whether a turn ended with its end token or was
+                # cut does not change the state that follows.
                 closes = not tokens and turn.token_ids[:1] and turn.token_ids[0] in self.sampling.end_tokens
                 tokens += turn.token_ids[1:] if closes else turn.token_ids
                 images += [image.sha256 for image in turn.images]
@@ -394,4 +396,5 @@ SEED_BITS = 63
 def derive(seed: int | str, *parts: int | str) -> int:
     """A seed in [0, 2**63) for the purpose named by ``parts``: the same on every machine and in every process. The parts' types and
     boundaries count: ``derive(0, "a", "b")``, ``derive(0, "ab")`` and ``derive(0, 1)``, ``derive(0, "1")`` all differ."""
+    # Python's hash of a text differs between processes; 63 bits fit into a signed int64.
     return int.from_bytes(hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=8).digest(), "big") >> (64 - SEED_BITS)

@@ -73,5 +73,6 @@ class TaskCursor:
         if self._shuffle:
             random.Random(derive(self._seed, "epoch", epoch)).shuffle(self._order)
         if self._tiers and epoch == 0:
+            # The sort is stable: within a tier the shuffled order stays.
             self._order.sort(key=self._tiers.__getitem__)
         self._rank = {index: rank for rank, index in enumerate(self._order)}

@@ -150,6 +150,7 @@ def _below(root: Path, task: Task, where: str) -> None:
     for video in _several(task.extra.get("videos")):
         paths += [path for path in _several(video) if isinstance(path, str)]
     for path in paths:
+        # Links are followed first: one in the folder could lead to any file.
         if not Path(os.path.realpath(path)).is_relative_to(root):
             why = f"{path} lies outside the folder of its data; data.anywhere=true allows it, for rows that you trust"
             raise DataFailure(where, why)
@@ -280,6 +281,7 @@ def _listed(prompt: Any, where: str) -> Any:
     try:
         found = json.loads(prompt)
     except (ValueError, RecursionError) as error:
+        # A question may begin with a bracket; only what looks like messages is an error.
         if re.match(r"\s*\[\s*\{\s*['\"]role['\"]", prompt):
             raise DataFailure(where, f"the prompt begins like a list of messages, but it is not JSON: {error}") from error
         return None
@@ -310,4 +312,5 @@ def _identity(row: Mapping[str, Any], extra: Mapping[str, Any], where: str) -> s
     if extra.get("index") is not None:
         parts = (row.get("data_source"), extra.get("split"), extra["index"])
         return "/".join(str(part) for part in parts if part is not None)
+    # The file's name and line: the folder may differ between machines, and ids must not.
     return Path(where).name

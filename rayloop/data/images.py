@@ -107,6 +107,7 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
     format), ImageRefused (too many pixels, aspect ratio above 200), InfrastructureFailure (the file system failed)."""
     name = source.path or "image bytes"
     data = read(source)
+    # ``looked_at`` has decoded it, and these bytes cannot have changed since.
     if source.data is not None and source.size is not None:
         _fits(name, *source.size, limit_pixels)
         return data, *source.size
@@ -121,9 +122,13 @@ def probe(source: ImageSource, limit_pixels: int = MAX_PIXELS) -> tuple[bytes, i
         if other is not None:
             reason = f"it is a {other}; convert it"
         raise DataFailure(name, f"not a readable {'/'.join(FORMATS)} image" + (f": {reason}" if reason else "")) from error
+
+    # The header is compared before anything is decoded: an image bomb has a small file.
     _fits(name, width, height, limit_pixels)
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            # verify() checks what decoding skips, and leaves
+            # the image unusable, so it is opened twice.
             image.verify()
         width, height = decode(data).size
     except _BROKEN as error:
@@ -187,6 +192,8 @@ def decoding(data: bytes) -> int | None:
         bits = _CHANNELS.get(colour, 4) * depth
         return max(pixels, pixels * bits // 24) * (2 if interlaced else 1)
     if encoding(data) == "jpeg":
+        # Scans are counted in all bytes, also where they
+        # are data by chance: too many is the safe side.
         scans = data.count(_START_OF_SCAN)
         return pixels * max(1, scans // USUAL_SCANS)
     return pixels
@@ -208,6 +215,7 @@ def read(source: ImageSource) -> bytes:
     except ValueError as error:
         raise DataFailure(source.path, f"not a file name: {error}") from error
     except OSError as error:
+        # Other numbers are the file system's, and another node may read the file.
         if error.errno in _FILE_AT_FAULT:
             raise DataFailure(source.path, f"cannot be read: {error.strerror}") from error
         raise InfrastructureFailure(f"{source.path}: the file system failed: {error}") from error
@@ -273,6 +281,7 @@ def smart_resize(
     height: int, width: int, factor: int = 28, min_pixels: int = 56 * 56, max_pixels: int = 14 * 14 * 4 * 1280
 ) -> tuple[int, int]:
     """(height, width) as of transformers' Qwen2-VL: multiples of ``factor``, area in the range. A test compares them."""
+    # Python rounds halves to even, as the original does; floor or ceil would give other grids.
     rows, columns = round(height / factor) * factor, round(width / factor) * factor
     if rows * columns > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
@@ -288,6 +297,7 @@ def smart_resize(
 def best_tiles(height: int, width: int, side: int, most: int) -> int:
     """Into how many squares transformers' InternVL cuts an image: rows x columns of the closest aspect ratio, at most ``most``; of
     equal ones the last that the image fills by half. A test compares them."""
+    # sorted() is stable and equal areas stay in this order, which decides between equal ratios.
     shapes = sorted(((w, h) for w in range(1, most + 1) for h in range(1, most // w + 1)), key=math.prod)
     best, least = 1, math.inf
     for columns, rows in shapes:

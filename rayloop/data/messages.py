@@ -44,6 +44,7 @@ def image_entry(entry: Any, where: str, root: Path) -> ImageSource:
         if isinstance(entry.get("image"), Mapping):  # as datasets keeps an Image within messages
             return image_entry(entry["image"], where, root)
         value = next((entry[key] for key in ("bytes", "image", "path") if entry.get(key) is not None), None)
+        # JSON has no bytes, so that datasets' ``bytes`` become base64 there.
         if isinstance(value, str) and entry.get("bytes") is not None:
             return ImageSource(data=_decoded(value, where))
     if isinstance(value, bytes):
@@ -66,6 +67,7 @@ def _decoded(text: str, where: str) -> bytes:
     try:
         if not head.endswith("base64"):
             raise ValueError("a data URL must end in ;base64 before the comma")
+        # Without validate, Python skips foreign characters and returns other bytes.
         return base64.b64decode("".join(body.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataFailure(where, f"the image is not base64: {error}, in {short(text)}") from error
@@ -96,6 +98,8 @@ def _placed(listed: Sequence[Mapping[str, Any]], images: Sequence[ImageSource], 
     """The messages' contents, with as many places as there are images. In typed parts of text the placeholder is one where an
     image would have no place without it, else what it says."""
     numbers: list[int] = []
+    # Placeholders are places at first; a text that only
+    # mentions one is understood at the second try.
     for literal in (False, True):
         contents = [_content(message, where, root, literal) for message in listed]
         pieces = [piece for content in contents for piece in content]
@@ -156,6 +160,7 @@ def _fields(message: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise DataFailure(where, f"tool_calls of a message must be a list of objects, found {short(calls)}")
         fields["tool_calls"] = list(calls)
         if message.get("content") is None:
+            # Chat templates recognise a call without text by its null content.
             fields["content"] = None
     return fields
 

@@ -45,6 +45,7 @@ def rows(path: Path) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
+                # Editors on Windows begin a file with a byte order mark.
                 yield where, _parsed(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
                 yield where, DataFailure(where, f"not a line of UTF-8 JSON: {error}")
@@ -126,6 +127,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
 
     number, decoded = 0, 0
+    # Dictionary pages let a file of kilobytes become gigabytes of equal values.
     most = max(LEAST_DECODED, EXPANSION * path.stat().st_size)
     try:
         for batch in _batches(path):
@@ -133,7 +135,9 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
             if decoded > most:
                 why = f"its first {number + len(batch)} rows have {decoded:,} bytes, more than {EXPANSION} times the file's"
                 raise ConfigError(f"{path}: {why}: it was made to fill a memory. Write it again as JSONL if it is yours")
+            # Maps become dicts: of a key that comes twice the last value stays, as in JSON.
             found = batch.to_pylist(maps_as_pydicts="lossy")
+            # Its memory would stay until the next batch replaces it.
             del batch
             for row in found:
                 number += 1

@@ -52,6 +52,7 @@ def check(
                 if lengths[-1] > limit:
                     raise DataFailure(where, f"a prompt of {lengths[-1]} tokens, above max_prompt_tokens ({limit})")
         except DataFailure as failure:
+            # The image's own path says nothing about which row shows it.
             report(failure if failure.path == where else DataFailure(where, str(failure)))
             continue
         whole = _row(task, shown, reads or bool(task.environment))
@@ -99,6 +100,7 @@ def _row(task: Task, images: Sequence[str], reads: bool) -> str:
     which games that begin with the same image differ, where an environment ``reads`` them or there is no image."""
     texts = [part for message in task.messages for part in message.parts if isinstance(part, str)]
     texts += [str(value) for message in task.messages for value in message.fields.values()]
+    # The columns are sorted: files of one data set may have them in another order.
     own = sorted(str((k, v)) for k, v in task.extra.items() if k not in PLACES and not like_images(v))
     return hashlib.sha256(repr((texts, images, own if reads or not images else "")).encode()).hexdigest()
 

@@ -42,6 +42,7 @@ def merge_adapters(source: Path) -> MergedModel:
     try:
         settings = PeftConfig.from_pretrained(str(source))
         base = str(settings.base_model_name_or_path)
+        # A folder has no revisions, and ``resolve`` refuses one for it.
         model = ModelSettings(path=base, revision=None if Path(base).is_dir() else settings.revision).here(weights=True)
         loaded = load_model(model)
     except (ConfigError, ValueError, TypeError) as error:
@@ -50,6 +51,7 @@ def merge_adapters(source: Path) -> MergedModel:
         tied = _shared(loaded)
         adapted = PeftModel(loaded, settings)
         result = adapted.load_adapter(str(source), "default")
+        # peft loads what it can and only reports the rest, which would stay random.
         wrong = sorted((*result.missing_keys, *result.unexpected_keys))
     except (RuntimeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(f"the adapters in {source} do not fit {base}: {_advice(str(error))}") from error
@@ -59,11 +61,16 @@ def merge_adapters(source: Path) -> MergedModel:
             f"their base in {ADAPTERS[0]}"
         )
     before = _logits(adapted)
+
+    # Merging writes into the weight: a shared one would change embedding and head alike.
     _untie(loaded)
     try:
         merged: PreTrainedModel = adapted.merge_and_unload(safe_merge=True)
     except (RuntimeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigError(f"the adapters in {source} are of a kind that is not merged: {error}") from error
+
+    # They are tied again where the adapters touched neither,
+    # so that the folder stays as small as its base.
     differ = tied and _make_one_of_equal(merged)
     _compare(before, _logits(merged), source)
     return MergedModel(model.path, hf_state(merged), {"tie_word_embeddings": False} if differ else {})
@@ -127,6 +134,7 @@ def _logits(model: nn.Module) -> Tensor:
 
 def _compare(before: Tensor, after: Tensor, source: Path) -> None:
     worst, largest = float((after - before).abs().max()), float(before.abs().max())
+    # The comparison has ``not``, so that a NaN fails it, too.
     if not worst <= MERGED_WITHIN * max(largest, 1.0):
         raise ConfigError(
             f"the adapters in {source} cannot be merged: the merged model's logits differ from the adapted one's by {worst:.3g}, "

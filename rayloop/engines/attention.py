@@ -148,7 +148,7 @@ def _mask(source: Tensor, window: int | None, device: torch.device) -> BlockMask
         positions = source[0].cpu()
         sequences = _sequences(positions)
         of = torch.arange(len(sequences.starts)).repeat_interleave(sequences.lengths - sequences.shared)
-        # Tensors, since FlexAttention compiles the rule that reads them.
+        # FlexAttention compiles the rule below, which can read tensors only.
         start, root, shared = (field[of].to(device) for field in (sequences.starts, sequences.roots, sequences.shared))
         place = positions.to(device)
 

@@ -66,6 +66,7 @@ def keep_freed() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
+    # The first keeps large blocks on the heap, the second keeps the heap from shrinking.
     if not (mallopt(_MMAP_THRESHOLD, _LARGEST) and mallopt(_TRIM_THRESHOLD, _NEVER)):
         logger.info("the C library gives freed memory back at once: updates on this CPU take somewhat longer")
 
@@ -74,4 +75,5 @@ def grow_segments() -> None:
     """Let PyTorch grow its blocks on a GPU instead of adding blocks, since micro-batches differ in length. Call it before torch is
     imported. Environment variables of the user win."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # PyTorch reads the older name, too, so a user's value there counts.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

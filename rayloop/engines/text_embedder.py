@@ -53,6 +53,7 @@ class TextEmbedder:
         given = {name: tensor.to(self._device) for name, tensor in read.items()}
         hidden = self._model(**given).last_hidden_state
         mask = given["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        # Padding has hidden states as well, so the mean counts real tokens only.
         mean = (hidden * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
         vectors: list[list[float]] = torch.nn.functional.normalize(mean, dim=1).cpu().tolist()
         return vectors

@@ -70,6 +70,7 @@ def write_tiny_vlm(
     folder, size = Path(folder), TinySizes(**sizes)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(texts, size.vocabulary, extra_tokens)
+    # The caller's random state stays as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _vision_model(tokenizer, size) if vision else _text_model(tokenizer, size)
@@ -94,6 +95,8 @@ def _tokenizer(texts: Iterable[str], vocabulary: int, extra_tokens: Sequence[str
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=list(SPECIAL_TOKENS),
+        # All bytes have a token, so that any text can be
+        # read; sorted, since their order is not fixed.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -111,6 +114,8 @@ def _tokenizer(texts: Iterable[str], vocabulary: int, extra_tokens: Sequence[str
 
 def _text_config(tokenizer: PreTrainedTokenizerFast, size: TinySizes) -> dict[str, Any]:
     return {
+        # The size is rounded up as in the large models,
+        # whose tables also have rows without a token.
         "vocab_size": -(-len(tokenizer) // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE,
         "hidden_size": size.hidden,
         "intermediate_size": size.intermediate,

@@ -183,7 +183,7 @@ def turn_returns(member: Member, gamma: float) -> list[float]:
         # own rewards, belongs to the last turn in time.
         steps[order[-1]] += member.reward - sum(steps)
     total, found = 0.0, [0.0] * turns
-    # Backwards, so that each return builds on the one that follows it.
+    # It goes backwards, so that each return builds on the one that follows it.
     for turn in reversed(order):
         total = steps[turn] + gamma * total
         found[turn] = total

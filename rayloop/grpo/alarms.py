@@ -80,6 +80,7 @@ class Alarms:
         ``compares_states``: as for ``Collapse``."""
         self.settings, self._reward, self._emit, self._dropout = settings, reward, emit, dropout
         given = settings.logprobs
+        # A limit that stops must not be lower than the one that warns.
         warn = min(drift, drift if given.stop is None else given.stop) if given.warn is None else given.warn
         self._drift_limit = Limit(warn=warn, stop=given.stop)
         self._seen: deque[_Seen] = deque(maxlen=WINDOW)
@@ -96,6 +97,7 @@ class Alarms:
 
     def groups(self, members: Iterable[Member]) -> None:
         """Count the members of finished groups. Raises AlarmStopped, GraderBroken."""
+        # A replayed success is counted already, when it was played.
         fresh = [member for member in members if not member.replayed]
         for member in fresh:
             self._first_of_its_kind(member)
@@ -162,6 +164,7 @@ class Alarms:
         if difference is None:
             return
         self._drift.append(difference)
+        # A mean of fewer steps would raise an alarm for one odd batch.
         if len(self._drift) < DRIFT_STEPS:
             return
         value = mean(self._drift)
@@ -227,6 +230,7 @@ class Alarms:
         """Over the trajectories that were played; those that failed before have no length."""
         played = [seen for seen in self._seen if seen.length]
         unscored = [float(seen.unscored is not None) for seen in played]
+        # A correlation with fewer would be chance.
         if sum(unscored) < LEAST:
             return {}
         limit, found = Limit(warn=CORRELATION), dict[str, Alarm]()
@@ -246,12 +250,14 @@ class Alarms:
                 raise AlarmStopped(f"{text}; alarms.{name}.stop is {limit.stop:g}")
             if f"{kind} {name}" in now - self._active:
                 self._emit(incidents.Alarm(name, why=text))
+        # A name of this kind that is absent from ``now`` may warn again once it comes back.
         self._active = {name for name in self._active if not name.startswith(f"{kind} ")} | now
 
 
 def reasons(lost: Iterable[Unscored], most: int = 3) -> list[str]:
     """Returns the most frequent kinds, each with one reason: ``invalid_reward 8: the reward source returned None, ...``."""
     outcomes = list(lost)
+    # The order is reversed, so that the first reason of a kind stays.
     example = {outcome.kind: outcome.reason for outcome in reversed(outcomes) if outcome.reason}
     kinds = Counter(outcome.kind for outcome in outcomes)
     return [f"{kind} {n}" + (f": {example[kind]}" if kind in example else "") for kind, n in kinds.most_common(most)]

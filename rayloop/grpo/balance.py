@@ -87,7 +87,7 @@ def whole_groups(groups: Groups, world_size: int) -> Shares:
     # The rank's number breaks ties, and makes the result the same everywhere.
     ranks = [(0, rank) for rank in range(world_size)]
     dealt: list[list[Place]] = [[] for _ in ranks]
-    # Longest first (LPT), so that short groups fill up what long ones left uneven.
+    # The longest come first (LPT), so that short groups fill up what long ones left uneven.
     for index in sorted(range(len(parts)), key=lambda i: (-lengths[i], i)):
         tokens, rank = ranks[0]
         heapq.heapreplace(ranks, (tokens + lengths[index], rank))
@@ -111,7 +111,7 @@ def cut_groups(groups: Groups, world_size: int) -> Shares:
 def _pieces(groups: Groups, row: Sequence[Place], most: int) -> list[list[Place]]:
     """The row in pieces of at most so many packed tokens; a longer trajectory is a piece of its own."""
     pieces: list[list[Place]] = []
-    # More than any piece may have, so that the first trajectory begins one.
+    # It begins above what any piece may have, so that the first trajectory begins one.
     tokens, before = most + 1, -1
     for group, member in row:
         prompt, rest = groups[group][member]

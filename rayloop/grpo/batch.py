@@ -133,7 +133,8 @@ def make_sample(item: TrainItem, flat: FlatTrajectory, position_ids: Tensor, pix
     it cannot have been sampled as recorded: its first token is a sampled one, a banned token was sampled or one that top_p and
     top_k removed, or there is not one reference log-prob per sampled token."""
     trajectory = item.trajectory
-    # Checked here, where the trajectory has a name: the scorer would give such a token -3e38 nats.
+    # They are checked here, where the trajectory has a
+    # name: the scorer would give such a token -3e38 nats.
     _check_sampled(trajectory, flat)
     _check_kept(trajectory, flat)
 
@@ -235,7 +236,7 @@ def by_segment(
 ) -> list[npt.NDArray[np.float32]]:
     """Calls ``score`` with all segments at once, and returns one array [sampled_tokens] per trajectory."""
     segments = [trajectory.segments for trajectory in trajectories]
-    # One call for all segments: scoring is collective, and packs short ones together.
+    # All segments go in one call: scoring is collective, and packs short ones together.
     scored = iter(score([segment for parts in segments for segment in parts]))
     return [np.concatenate([next(scored) for _ in parts]) for parts in segments]
 

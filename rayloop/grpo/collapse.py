@@ -109,6 +109,7 @@ class Collapse:
             return {}
         alarms = {SETTINGS[name]: self._alarm(name, known) for name in self._watched if (known := self._known(name))}
         text = f"none of the last {STEPS} steps had a trajectory with gradient: nothing is learned, and its entropy is unknown"
+        # A measured entropy replaces this entry; without one no trajectory had a gradient.
         return {"entropy": (0.0, self._settings.entropy, text)} | alarms
 
     def _known(self, name: str) -> list[float]:

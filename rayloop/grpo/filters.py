@@ -147,6 +147,7 @@ class OwnFilter:
     def refused(self, group: Group) -> Mapping[int, str]:
         """Returns the filter's answer. Raises FilterBroken when it raises, refuses a member that is not kept, or lacks a reason."""
         try:
+            # A foreign filter may return any mapping, and raise anything.
             found = dict(self._refused(group))
         except Exception as error:
             raise FilterBroken(

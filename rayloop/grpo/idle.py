@@ -103,6 +103,7 @@ def _terms(loss: LossSettings, algorithm: AlgorithmSettings, update: UpdateSetti
     if not loss.uses_kl and _changed(loss, "kl"):
         yield _says("policy.loss.kl", loss.kl_term.estimator, "policy.loss.kl_coef is 0", "Set policy.loss.kl_coef above 0")
     is_current = situation.refresh_every == 1 and _one(update) and not algorithm.staleness.max_staleness
+    # k1 has a gradient where the KL is 0: its mean is 0, a single sample's is not.
     flat = loss.kl_term.where == "reward" or loss.kl_term.estimator != "k1"
     if loss.uses_kl and is_current and flat:
         why = "with reference.refresh_every: 1 and one update a step the reference is the policy itself, and the KL is 0"

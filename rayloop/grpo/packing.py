@@ -18,8 +18,7 @@ def micro_batches(lengths: Sequence[int], budget: int) -> tuple[tuple[int, ...],
     longer than the budget gets a group of its own. Every index occurs once."""
     groups: list[list[int]] = []
     room: list[int] = []
-    # Ties go by index: equal inputs give equal micro-
-    # batches, which a resume must repeat bit for bit.
+    # Ties go by index: a resume must repeat the micro-batches bit for bit.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         fits = next((i for i, left in enumerate(room) if lengths[index] <= left), None)
         if fits is None:

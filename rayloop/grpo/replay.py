@@ -56,8 +56,10 @@ class ReplayBuffer:
         stored = self._draw(group, step) if self._settings.on and self._failed(group) else None
         if stored is None:
             return Injection(group)
+        # ARPO replaces the first member; which one does not matter, since all of them failed.
         members = (replace(stored, replayed=True), *group.members[1:])
         first = group.members[0]
+        # An unscored member had its own reason to leave, under which the ledger counts it.
         status = Status(TrajectoryState.EXCLUDED, str(first.outcome.kind)) if isinstance(first.outcome, Unscored) else REPLACED
         return Injection(replace(group, members=members, replay_of=stored.summary.id), replace(first, status=status))
 
@@ -68,6 +70,8 @@ class ReplayBuffer:
         for member in group.scored:
             if not member.replayed and _result(member) > self._rules.success_above:
                 slots = self._stored.setdefault(group.task.id, deque(maxlen=self._rules.capacity))
+                # Advantage and reference log-probs belong to the
+                # step that trains, and are computed again then.
                 slots.append(replace(member, credit=None, reference=None))
 
     def forget(self, ids: Collection[TrajectoryId]) -> None:

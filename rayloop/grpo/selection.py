@@ -44,6 +44,7 @@ def select(ready: Sequence[Group], target: int, settings: FilteringSettings, *, 
             left_over.append(group)
             continue
         kept = [i for i, member in enumerate(group.members) if member.kept]
+        # The last group is trained in part: its members keep the advantages of the whole group.
         train.append(group.map({i: replace(group.members[i], status=CUT) for i in kept[room:]}))
         room -= len(kept)
     return Selection(*(tuple(sorted(groups, key=lambda group: group.number)) for groups in (train, left_over)))

@@ -23,6 +23,7 @@ def lag(version: Version, training: Version) -> int:
 def is_stale(first: Version, training: Version, max_staleness: int, inherited: Mapping[int, int] = NO_LINEAGES) -> bool:
     """Whether a trajectory that ``first``, its oldest version, began must not be trained by ``training``. A version of another
     lineage is stale, unless ``inherited`` (lineage -> step of the checkpoint from which the present one was restored) has it."""
+    # After a restore the weights of later steps are others, though their numbers come again.
     if first.lineage != training.lineage and first.step > inherited.get(first.lineage, -1):
         return True
     return lag(first, training) > max_staleness
@@ -46,6 +47,7 @@ def expired(group: Group, training: Version, max_staleness: int, inherited: Mapp
 
 def began(group: Group) -> float:
     """Returns the step of the oldest version that sampled a turn of a kept member; infinite when all kept ones are replayed."""
+    # Replayed members are old by design, and would make every such group the oldest.
     return min((m.summary.first_version.step for m in group.kept if not m.replayed), default=math.inf)
 
 
@@ -54,6 +56,7 @@ def open_slots(max_staleness: int, target: int, ready: int, in_flight: int, acce
     0: ``target`` per step, ``ready`` survivors, ``in_flight`` unfiltered. Raises ValueError unless 0 < acceptance <= 1."""
     if not 0 < acceptance <= 1:
         raise ValueError(f"an acceptance rate of {acceptance} does not bound what is in flight: it must be in (0, 1]")
+    # The share is rounded up, so that what is in flight never exceeds the bound by a fraction.
     return max(0, (max_staleness + 1) * target - ready - math.ceil(in_flight * acceptance))
 
 
@@ -76,6 +79,8 @@ class AcceptanceRate:
         if not 0 <= survivors <= finished:
             raise ValueError(f"{survivors} survivors of {finished} finished trajectories")
         if finished:
+            # The weight follows from the number of trajectories,
+            # so that groups of any size decay alike.
             self._rate += (survivors / finished - self._rate) * -math.expm1(-finished / self._memory)
 
     def state(self) -> float:

@@ -107,7 +107,7 @@ class Collective(WeightTransport[Arrays | BroadcastGroup]):
         # It exports once the sending has ended: the sender
         # then has the copy, of a failed broadcast, too.
         self._copy = asyncio.create_task(_copied(policy, version, sending))
-        # Before the first load: an engine that starts
+        # It comes before the first load: an engine that starts
         # meanwhile was not invited, and takes the copy.
         rollouts.keep(WeightUpdate(Manifest(version, {}), self._copy))
         receiving = rollouts.load(WeightUpdate(Manifest(version, {}), meeting))
@@ -155,7 +155,7 @@ class BroadcastSender(Sender[Arrays | BroadcastGroup]):
             self._invited = (engines, failures)
             size = 1 + len(engines) * max(1, self._settings.workers)
             port = self._membership.serve(self._host)
-            # A random name for each group: a late member
+            # Each group has a random name: a late member
             # of an earlier one finds no place in this one.
             self._meeting = BroadcastGroup(self._host, port, secrets.token_hex(16), size)
         return self._meeting
@@ -283,7 +283,7 @@ class BroadcastReceiver(Receiver[Arrays | BroadcastGroup]):
         except RuntimeError as error:
             self._membership.leave()
             raise BroadcastFailed(f"version {version}: could not receive the broadcast: {error}") from error
-        # Raised at the end: an exception in the loop would leave the other members waiting.
+        # The error comes at the end: one in the loop would leave the other members waiting.
         complain(version, faults)
 
     def _receive_bucket(self) -> tuple[dict[str, TensorRecord], Tensor] | None:

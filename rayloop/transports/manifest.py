@@ -37,8 +37,8 @@ def _factors(device: torch.device) -> Tensor:
     """[2, COLUMNS] odd numbers, int64, that differ like random ones: for the words of a row, and for the rows."""
     numbers = torch.arange(1, 2 * COLUMNS + 1, device=device) * ODD
     for shift in (29, 32):
-        # A shift, xor and odd product, as in splitmix64:
-        # numbers that follow each other then look random.
+        # Shift, xor and an odd product mix the words as in
+        # splitmix64: numbers in a row then look random.
         numbers = (numbers ^ (numbers >> shift)) * ODD
     # An odd factor can be undone modulo 2**64, so that no changed word is lost.
     return (numbers | 1).view(2, COLUMNS)

@@ -27,7 +27,7 @@ class ArraySender(Sender[Arrays]):
         """On CPU the arrays share memory with ``tensors``: return them from the actor before the next update."""
         from rayloop.transports.manifest import manifest, raw
 
-        # Copied once: checksum and bytes are both computed on the host.
+        # Tensors are copied once: checksum and bytes are both computed on the host.
         on_cpu = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
         return WeightUpdate(manifest(version, on_cpu), {name: raw(tensor) for name, tensor in on_cpu.items()})
 

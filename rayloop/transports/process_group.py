@@ -77,7 +77,7 @@ def _nccl(*arguments: Any) -> Any:
 def _unpinned() -> AbstractContextManager[Any]:
     """With ``VLLM_BATCH_INVARIANT`` vLLM pins algorithm and protocol of NCCL in its processes, and has their module loaded. The
     trainer does not, and NCCL reconciles nothing: a group of both would hang where no deadline reaches."""
-    # Looked up, not imported: a trainer without vLLM must not load it.
+    # It is looked up, not imported: a trainer without vLLM must not load it.
     vllm = sys.modules.get("vllm.utils.nccl")
     unpinned: AbstractContextManager[Any] = vllm.unpinned_nccl_env() if vllm else nullcontext()
     return unpinned

@@ -107,7 +107,7 @@ class Receiver(ABC, Generic[Source]):
     async def take(self, engine: GenerationEngine, manifest: Manifest, source: Source) -> None:
         """Unpack, pause the engine, load, and resume it in any case. Raises WeightSyncError. A transport that gives the weights to
         an engine's own processes overrides this, and unpacks nothing."""
-        # Unpacked before the pause, so that the engine goes on decoding meanwhile.
+        # It unpacks before the pause, so that the engine goes on decoding meanwhile.
         tensors = await asyncio.to_thread(self.unpack, manifest, source)
         async with paused(engine):
             await engine.load(manifest, tensors)
@@ -131,7 +131,7 @@ class WeightTransport(ABC, Generic[Source]):
         """Load the policy's weights into every engine in service, as ``version``. Raises PolicyLost when the weights could not be
         gathered, WeightSyncError when they did not arrive as sent."""
         update = await policy.export(version)
-        # Before the load, or an engine that starts during it would get the version before.
+        # It comes before the load, or an engine that starts during it would get the version before.
         rollouts.keep(update)
         await rollouts.load(update)
 

@@ -48,6 +48,8 @@ def _pictures(av: Any, film: Path, per_second: float, where: str) -> Iterator[tu
             stream = opened.streams.video[0]
             own = float(stream.average_rate or per_second or FRAMES_PER_SECOND)
             for index, frame in enumerate(opened.decode(stream)):
+                # Frames are counted from the beginning, so that
+                # rounding does not add up over a long film.
                 if not per_second or index >= kept * own / per_second:
                     kept += 1
                     yield own, frame.to_image()

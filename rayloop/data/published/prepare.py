@@ -123,6 +123,8 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
             if isinstance(row, DataFailure):
                 left_out.append(row)
             else:
+                # Pictures are left out: the split is chosen over all
+                # rows, which would not fit into memory with them.
                 light.append((split, {name: value for name, value in row.items() if name not in ("image", "videos")}))
     if not light:
         raise _no_row(source, left_out, wanted.where)
@@ -132,6 +134,8 @@ def prepare(how: ColumnMap, source: Path, out: Path, wanted: Wanted = Wanted()) 
     out.mkdir(parents=True, exist_ok=True)
     for split in splits:
         for row in _rows(how, source, split, wanted.where):
+            # The second reading gives the same rows in the
+            # same order, so that ``chosen`` matches them.
             if isinstance(row, DataFailure) or (target := next(place)) is None:
                 continue
             try:
@@ -193,6 +197,7 @@ def _cut(how: ColumnMap, rows: Sequence[Row], new: Mapping[str, int], wanted: Wa
     strata = [tuple(str(row.get(name)) for name in how.stratify) for row in rows]
     groups = [str(row.get(how.together)) if how.together else str(index) for index, row in enumerate(rows)]
     if len(new) == 1:
+        # With one split no two can share a picture, and single rows keep the shares closer.
         groups = [str(index) for index in range(len(rows))]
     return stratified(strata, groups, new, derive(wanted.seed, "splits"))
 

@@ -196,6 +196,7 @@ def entries(how: ColumnMap, root: Path, split: str) -> Iterator[Mapping[str, Any
 
 def _rows(path: Path, rows_at: str) -> Iterator[Any]:
     if path.suffix in (".tsv", ".csv"):
+        # A C long has 32 bits on Windows, where a larger limit raises OverflowError.
         csv.field_size_limit(min(_LONGEST_FIELD, sys.maxsize))
         with open(path, encoding="utf-8-sig", newline="") as file:
             yield from csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",")

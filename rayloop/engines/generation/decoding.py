@@ -71,11 +71,13 @@ class Decoder:
         prompts: list[Prompt] = []
         known: dict[tuple[TokenIds, tuple[str, ...]], int] = {}
         for row in rows:
+            # Equal tokens can show other images, so these belong to the key.
             key = (row.prompt.token_ids, tuple(image.ref.sha256 for image in row.prompt.images))
             if key not in known:
                 try:
                     prompts.append(self._prompt(row.prompt))
                 except DataFailure as error:
+                    # A broken prompt fails alone: the rest of the batch is decoded.
                     row.fail(error)
                     continue
                 known[key] = len(prompts) - 1
@@ -130,6 +132,8 @@ class _AppendedLayer(DynamicLayer):
             return new
         start, end = past.shape[-2], past.shape[-2] + new.shape[-2]
         whole = self._roomy.get(name)
+        # After a selection of rows the past is another
+        # tensor, and the old room does not continue it.
         if whole is None or whole.data_ptr() != past.data_ptr() or end > whole.shape[-2]:
             whole = self._roomy[name] = past.new_empty(*past.shape[:2], end + ROOM, past.shape[-1])
             whole[:, :, :start] = past
@@ -150,6 +154,8 @@ class _Batch:
         samplings = [row.sampling for row in rows]
         self._budget = np.array([sampling.max_tokens for sampling in samplings])
         self._longest = int(self._budget.max())
+
+        # All draws are made here: a sequence's numbers then do not depend on who shares the batch.
         draws = [uniforms(row.prompt.seed, len(row.prompt.token_ids), self._longest) for row in rows]
         self._sampler = Sampler(samplings, np.stack(draws), vocabulary, self._device)
         self._stop = StopStrings(tokenizer, samplings)
@@ -163,6 +169,7 @@ class _Batch:
 
     def run(self, prompts: Sequence[Prompt], index: Sequence[int]) -> None:
         """Prefill ``prompts``, give sequence i the cache of prompt ``index[i]``, and decode until all are finished."""
+        # Each prompt runs once; its cache is then copied to every sequence that begins with it.
         logits = self._prefill(prompts)
         select = torch.tensor(index, device=self._device)
         logits = logits[select]
@@ -177,6 +184,7 @@ class _Batch:
             self._finish(position + 1, ends.numpy(force=True))
             if not self._live.any():
                 return
+            # Compacting copies the cache, so it waits until that halves the work of each step.
             if 2 * self._live.sum() <= len(self._live):
                 tokens = self._compact(tokens)
             logits = self._forward(self._positions, input_ids=tokens[:, None])
@@ -187,12 +195,14 @@ class _Batch:
         length = max(len(prompt.token_ids) for prompt in prompts)
         token_ids = torch.zeros(len(prompts), length, dtype=torch.int64)
         position_ids = torch.zeros(len(prompts[0].positions), len(prompts), length, dtype=torch.int64)
+        # The mask has room for all new tokens, so that it need not grow with each of them.
         mask = torch.ones(len(prompts), length + self._longest, dtype=torch.bool)
         for i, prompt in enumerate(prompts):
             padding = length - len(prompt.token_ids)
             token_ids[i, padding:] = prompt.token_ids
             position_ids[:, i, padding:] = prompt.positions
             mask[i, :padding] = False
+        # Prompts of one length need no mask, and SDPA is faster without.
         self._mask = None if mask.all() else mask.to(self._device)
         self._cache = DynamicCache(config=self._model.config)
         self._cache.layers = [_AppendedLayer() if type(layer) is DynamicLayer else layer for layer in self._cache.layers]
@@ -210,6 +220,7 @@ class _Batch:
             grids = torch.cat([prompt.grids for prompt in prompts]).to(self._device)
             return {"input_ids": token_ids, "pixel_values": stacked, "image_grid_thw": grids}
         embeddings = self._model.get_input_embeddings()(token_ids)
+        # Both are in the order of the prompts.
         embeddings[token_ids == self._model.config.image_token_id] = stacked
         return {"inputs_embeds": embeddings}
 
@@ -238,6 +249,7 @@ class _Batch:
     def _finish(self, n: int, ends: np.ndarray) -> None:
         """Finish the sequences that ended with their ``n``-th token, and drop abandoned ones."""
         live = np.flatnonzero(self._live)
+        # Strings are looked for in all live sequences with one call of the tokenizer.
         for i, stop in zip(live.tolist(), self._stop.reached(self._members[live].tolist(), self._tokens, n), strict=True):
             member = int(self._members[i])
             row = self._rows[member]
@@ -248,6 +260,8 @@ class _Batch:
             elif n == self._budget[member]:
                 reason = FinishReason.LENGTH
             else:
+                # A caller that was cancelled needs no further
+                # tokens, and frees its place in the batch.
                 self._live[i] = not row.abandoned()
                 continue
             self._live[i] = False

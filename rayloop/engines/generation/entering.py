@@ -28,12 +28,15 @@ class Entering:
             try:
                 return await send(first, *arguments, **options)
             finally:
+                # This holds when sending fails, too: a pause must
+                # not wait for a request that will never arrive.
                 self._entered(number(first))
 
         return noticed
 
     async def all_in(self) -> None:
         """Returns when the scheduler has all of them, or their calls have ended."""
+        # It goes over a copy, since requests that have entered leave the mapping during the wait.
         for event in list(self._events.values()):
             await event.wait()
 

@@ -52,6 +52,7 @@ class OpenAiHttpEngine:
         version = self._version if self._settings.update else Version(0, 0)
         if version is None:
             raise WorkerLost("the server has no synced weights: the last load failed, or none has succeeded yet")
+
         self._running += 1
         self._idle.clear()
         try:
@@ -82,10 +83,12 @@ class OpenAiHttpEngine:
         if first:  # raises ConfigError when the server's answers cannot be trained on
             await self._tokens(TokenPrompt((0,)), Sampling(max_tokens=1), Version(0, 0))
         target = self._folder / f"weights-{manifest.version}"
+        # A server reads the folder later, so it must be whole before any is asked.
         await asyncio.to_thread(self._write, manifest, tensors, target)
         for (url, http), (path, body) in product(self._servers, self._settings.update.items()):
             at = str(httpx.URL(url).copy_with(path=path))
             _, answer = await request([(at, http)], _filled(body, str(target.resolve())))
+            # Some servers answer 200 and put the failure into the body.
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise WeightSyncError(f"version {manifest.version}: {at} answered {answer}")
         self._version = manifest.version
@@ -96,6 +99,7 @@ class OpenAiHttpEngine:
 
     def _write(self, manifest: Manifest, tensors: Mapping[str, Tensor], target: Path) -> None:
         verify(manifest, tensors)
+        # No server needs the folder of the last version any more, and each has a model's size.
         for old in self._folder.glob("weights-*"):
             shutil.rmtree(old)
         save_model(self._model.path, target, tensors, limits=self._model)
@@ -107,9 +111,12 @@ class OpenAiHttpEngine:
             self._from("/completions", prompt),
             {
                 "model": self._settings.model, "prompt": list(prompt.token_ids), "seed": prompt.seed,
+                # All truncation is switched off by name: servers
+                # take other defaults from generation_config.json.
                 "temperature": sampling.temperature, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
                 "max_tokens": sampling.max_tokens, "min_tokens": min(sampling.min_tokens, sampling.max_tokens),
                 "stop": list(sampling.stop), "stop_token_ids": list(sampling.end_tokens), "include_stop_str_in_output": True,
+                # -100 is the lowest bias that OpenAI's interface allows, and bans a token.
                 "logit_bias": {str(token): -100 for token in sampling.banned_tokens},
                 "logprobs": 1, "return_token_ids": True, "skip_special_tokens": False,
             },
@@ -145,6 +152,7 @@ class OpenAiHttpEngine:
             raise ConfigError(f"{url} answered {str(answer)[:200]}, which has no message") from error
         if choice["finish_reason"] == "length":
             reason = FinishReason.LENGTH
+        # The earliest stop string ends the turn, whichever comes first in the list.
         if ends := [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]:
             text, reason = text[: min(ends)], FinishReason.STOP_STRING
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -176,6 +184,7 @@ class OpenAiHttpEngine:
 
     def _from(self, path: str, prompt: TokenPrompt) -> list[tuple[str, httpx.AsyncClient]]:
         """Where to ask, in turn: first the server that has seen the prompt's group, whose prefix it keeps."""
+        # Python's own hash differs between processes, and each would choose another server.
         at = crc32(prompt.affinity.encode()) % len(self._servers)
         return [(url + path, http) for url, http in (*self._servers[at:], *self._servers[:at])]
 

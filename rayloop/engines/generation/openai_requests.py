@@ -33,9 +33,11 @@ async def request(servers: Sequence[tuple[str, httpx.AsyncClient]], body: Any, k
             try:
                 response = await (http.get(url) if body is None else http.post(url, json=body))
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                # Nothing was sent, so the next server can be asked at once.
                 failure = f"{url}: {type(error).__name__}: {error}"
                 continue
             except httpx.HTTPError as error:
+                # The server may be at work on it: it is given time before anybody is asked again.
                 failure = f"{url}: {type(error).__name__}: {error}"
                 break
             failure = f"{url}: HTTP {response.status_code}: {response.text[:200]}"
@@ -51,6 +53,7 @@ async def request(servers: Sequence[tuple[str, httpx.AsyncClient]], body: Any, k
 
 def client(url: str, headers: Mapping[str, str] = NONE) -> httpx.AsyncClient:
     """For the server at ``url``, past proxies when it is this machine."""
+    # httpx allows 100 connections, and requests beyond them would fail while they wait for one.
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(trust_env=httpx.URL(url).host not in LOOPBACK, timeout=TIMEOUT, headers=headers, limits=limits)
 

@@ -51,6 +51,7 @@ class OpenAiScorer:
             if len(found) != len(ids):
                 raise ValueError(f"{len(found)} entries for {len(ids)} tokens")
             values = [float(found[i][str(ids[i])]["logprob"]) for i in np.flatnonzero(flat.loss_mask)]
+            # The comparison has ``not``, so that a NaN is found as well.
             if wrong := [value for value in values if not MASKED < value <= ROUNDING]:
                 raise ValueError(f"{wrong[0]} is no log-prob")
         except (KeyError, TypeError, ValueError) as error:
@@ -59,6 +60,7 @@ class OpenAiScorer:
 
     async def _asked(self, http: httpx.AsyncClient, ids: list[int]) -> Any:
         """The log-probs of the prompt ``ids``; None: the answer has none."""
+        # The interface wants at least one new token, which is not used.
         body = {"model": self._served, "prompt": ids, "prompt_logprobs": 0, "max_tokens": 1, "temperature": 0.0}
         try:
             _, answer = await request([(f"{self._url}/completions", http)], body, KEY)
@@ -75,6 +77,7 @@ class OpenAiScorer:
                 [self._served] = [model["id"] for model in models["data"]]
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{KEY}: {self._url}/models does not name one model: {str(models)[:200]}") from error
+            # The first token has no context, so a log-prob needs two.
             if await self._asked(http, [0, 0]) is None:
                 raise ConfigError(f"{KEY}: {self._url} returns no prompt_logprobs, as vLLM's server does. Name a folder")
             at = str(httpx.URL(self._url).copy_with(path="/tokenize"))
@@ -85,6 +88,7 @@ class OpenAiScorer:
         return self._served
 
     def _compare(self, ours: list[int], theirs: list[int]) -> None:
+        # None at both ends shows a text that has more tokens on one side.
         for one, other in zip([*ours, None], [*theirs, None], strict=False):
             if one != other:
                 shown = [None if token is None else (token, self._tokenizer.id_to_token(token)) for token in (one, other)]

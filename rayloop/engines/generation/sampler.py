@@ -17,6 +17,8 @@ from rayloop.core.types import Completion, FinishReason, Sampling, TokenPrompt, 
 def uniforms(seed: int, context: int, n: int) -> npt.NDArray[np.float64]:
     """The uniform draws [n] in [0, 1) of one turn: a function of the request's seed and context length alone. The context length
     keeps the turns of an episode apart when they share a seed."""
+    # SeedSequence refuses negative numbers, hence the
+    # mask. Philox gives one stream on all machines.
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), context]))).random(n)
 
 
@@ -28,6 +30,7 @@ class Sampler:
     ) -> None:
         temperature = torch.tensor([[s.temperature] for s in samplings], dtype=torch.float32, device=device)
         self._greedy = temperature[:, 0] == 0
+        # Greedy log-probs are those at temperature 1; a division by 0 would make them NaN.
         self._temperature = temperature.masked_fill(self._greedy[:, None], 1.0)
         self._min_tokens = torch.tensor([[s.min_tokens] for s in samplings], device=device)
         self._longest_min = max(s.min_tokens for s in samplings)
@@ -48,8 +51,11 @@ class Sampler:
             mask = mask | (self._ends & (position < self._min_tokens))
         logprobs = torch.log_softmax(logits.float().masked_fill(mask, -torch.inf) / self._temperature, dim=-1)
         logprobs, kept = self._truncated(logprobs)
+        # In float32 the sum over 152,000 tokens is off by more than a rare token's probability.
         cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
+        # A draw that rounding brought up to the total would
+        # point past every token, the banned ones included.
         draw = torch.minimum(self._draws[:, position : position + 1] * total, total.nextafter(torch.zeros_like(total)))
         sampled = torch.searchsorted(cumulative, draw, right=True)[:, 0].clamp_max(logprobs.shape[-1] - 1)  # with NaN: behind all
         tokens = torch.where(self._greedy, logprobs.argmax(-1), sampled)[:, None]
@@ -62,8 +68,11 @@ class Sampler:
         likeliest, tokens = logprobs.topk(self._widest)
         among = likeliest.masked_fill(torch.arange(self._widest, device=likeliest.device) >= self._most, -torch.inf)
         probabilities = among.softmax(-1)
+        # A token stays while those before it have less than
+        # top_p, so that the likeliest one always stays.
         dropped = among.isinf() | (probabilities.cumsum(-1) - probabilities >= self._top_p)
         left = torch.full_like(logprobs, -torch.inf).scatter(1, tokens, likeliest.masked_fill(dropped, -torch.inf))
+        # Rows without truncation keep their log-probs bit for bit.
         return torch.where(self._most > 0, left.log_softmax(-1), logprobs), tokens.masked_fill(dropped, -1)
 
     def select(self, rows: Tensor) -> None:
@@ -90,6 +99,8 @@ class StopStrings:
         tails: list[list[int]] = []
         for row in rows:
             sampling, window = self._samplings[row], self._window[row]
+            # A stop string before min_tokens did not end the turn,
+            # so at that length the whole text is searched once.
             start = max(0, n - window) if n > sampling.min_tokens else 0
             tails.append(tokens[row, start:n].tolist() if window and n >= sampling.min_tokens else [])
         texts = self._tokenizer.decode_batch(tails, skip_special_tokens=False)
@@ -115,6 +126,7 @@ class TurnSampler:
 
     def add(self, logits: Tensor, version: Version) -> None:
         """Sample the next token from ``logits`` [V], which the weights of ``version`` give after the last token."""
+        # The oldest weights of a turn count for staleness.
         self._version = self._version or version
         if self._sampler is None:
             draws = uniforms(self._prompt.seed, len(self._prompt.token_ids), self._sampling.max_tokens)

@@ -38,6 +38,8 @@ class SglangEngine:
     """A ``GenerationEngine``: running turns are prefilled again under new weights. Raises ConfigError for another release."""
 
     def __init__(self, model: ModelSettings, settings: SglangEngineSettings, place: EnginePlace) -> None:
+        # SGLang's image processor would turn the ids into
+        # text and back, which can give other tokens.
         os.environ.setdefault("SGLANG_MM_AVOID_RETOKENIZE", "1")
         import sglang
 
@@ -54,6 +56,7 @@ class SglangEngine:
         self._names = names(Path(model.path), tied=config.get_text_config().tie_word_embeddings)
         self._manager = sglang.Engine(**arguments(model, settings)).tokenizer_manager
         self._entering = Entering()
+        # This is the last step before SGLang's scheduler has the request.
         self._manager._send_one_request = self._entering.noticed(self._manager._send_one_request, lambda request: request.rid)
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
@@ -74,6 +77,7 @@ class SglangEngine:
             with self._entering.request(request.rid):
                 answer = await anext(self._manager.generate_request(request, None))
         except asyncio.CancelledError:
+            # SGLang goes on with a request that nobody awaits, until it is aborted.
             self._manager.abort_request(request.rid)
             raise
         except ValueError as error:
@@ -122,6 +126,7 @@ class SglangEngine:
         says nothing of tensors that it misses."""
         self._version = None
         await asyncio.to_thread(verify, manifest, tensors)
+        # It comes before the first bucket, while the old weights are still whole.
         self._complete(manifest.version, tensors)
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -131,9 +136,12 @@ class SglangEngine:
             made = buckets(tensors.items(), BUCKET_BYTES, torch.device(self._settings.extra.get("device", "cuda")))
             while bucket := await asyncio.to_thread(next, made, None):  # kept until the next one replaces it
                 on_gpu = list(bucket[1].items())
+                # torch counts one reader for each serialised handle
+                # of GPU memory, so each process gets its own.
                 parts = [MultiprocessingSerializer.serialize(on_gpu) for _ in range(processes)]
                 request = UpdateWeightsFromTensorReqInput(serialized_named_tensors=parts, flush_cache=False)
                 _check(manifest.version, await self._manager.update_weights_from_tensor(request))
+            # A custom loader runs only as part of an update of tensors, so an empty one goes along.
             nothing = pickle.dumps([("", torch.zeros(0, dtype=torch.uint8))])
             request = UpdateWeightsFromTensorReqInput(
                 serialized_named_tensors=[nothing] * processes, load_format=FORGET, flush_cache=False
@@ -156,6 +164,8 @@ class SglangEngine:
                 _check(version, await self._manager.update_weights_from_tensor(request))
                 found = [pickle.loads(file.read_bytes()) for file in Path(folder).iterdir()]
                 if faults := [fault for fault in found if isinstance(fault, Exception)]:
+                    # A process whose weights are damaged says more than
+                    # the others, which only saw the broadcast end.
                     raise min(faults, key=lambda fault: isinstance(fault, BroadcastFailed))
                 _check(version, (len(found) == len(parts), f"{len(found)} of {len(parts)} processes did"))
                 for names in found:
@@ -227,6 +237,7 @@ def completion(answer: Mapping[str, Any], version: Version, prompt: TokenPrompt)
     """From SGLang's answer to the prompt. Raises WorkerLost when the turn was aborted, DataFailure when SGLang has tokenized the
     prompt anew, as its processor of images does when it cannot keep the ids."""
     meta, read = answer["meta_info"], tuple(map(int, answer["prompt_token_ids"]))
+    # Log-probs of other tokens would be trained without a sign.
     if read != prompt.token_ids:
         raise DataFailure("prompt", f"SGLang read other tokens ({len(read)}) than the {len(prompt.token_ids)} that were sent")
     finish = meta["finish_reason"]

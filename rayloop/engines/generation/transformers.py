@@ -80,6 +80,7 @@ class TransformersEngine:
         self._parameters = hf_state(self._model)
         self._decoder = Decoder(self._model, load_tokenizer(Path(model.path)), load_vision(model, self._model.config))
         number = settings.threads or torch.get_num_threads()
+        # torch keeps the number of threads for each thread, so it is set where the work is done.
         self._worker = ThreadPoolExecutor(1, "decode", initializer=torch.set_num_threads, initargs=(number,))
         self._version: Version | None = None
         self._paused = False
@@ -95,6 +96,7 @@ class TransformersEngine:
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Raises WorkerLost without loaded weights, DataFailure for a prompt that cannot be used."""
         loop = asyncio.get_running_loop()
+        # A request has a running event loop; the constructor may have none.
         if self._service is None or self._service.done():
             self._service = loop.create_task(self._serve())
         request = _Request(prompt, sampling, loop.create_future(), loop.time())
@@ -149,6 +151,7 @@ class TransformersEngine:
             if not batch or version is None:
                 await self._wait(due)
                 continue
+            # Identity decides (``eq=False``): two requests of a group may be equal in all fields.
             self._waiting = [request for request in self._waiting if request not in batch]
             self._running, began = batch, loop.time()
             self._idle.clear()
@@ -178,12 +181,17 @@ class TransformersEngine:
             for request in self._waiting:
                 _fail(request, WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet"))
             return [], None
+
+        # A group that is complete goes first, as a batch
+        # of its own; other requests fill the time between.
         deadlines: list[float] = []
         for cohort, members in self._cohorts().items():
             deadlines.append(members[0].arrival + COHORT_WAIT)
             size = members[0].prompt.cohort.size if members[0].prompt.cohort else 0
             missing = size - self._left[cohort] - len(members)
             if missing <= 0:
+                # Requests come in any order; the order within
+                # a batch changes its bits, so it is fixed.
                 return sorted(members, key=lambda request: (request.prompt.seed, request.prompt.token_ids)), None
             if now >= deadlines[-1]:
                 waited = f"{missing} of group {cohort} did not come within {COHORT_WAIT:g} s"
@@ -212,6 +220,7 @@ class TransformersEngine:
 
 def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -> DecodeRequest:
     def finish(token_ids: TokenIds, logprobs: tuple[float, ...], reason: FinishReason, kept: Kept | None) -> None:
+        # asyncio's futures belong to the loop's thread; the decoder runs in another one.
         loop.call_soon_threadsafe(_answer, request, Completion(token_ids, logprobs, reason, version, kept))
 
     def fail(error: Exception) -> None:
@@ -221,6 +230,7 @@ def _row(request: _Request, version: Version, loop: asyncio.AbstractEventLoop) -
 
 
 def _answer(request: _Request, completion: Completion) -> None:
+    # The caller may have been cancelled meanwhile, and a future takes one result.
     if not request.answer.done():
         request.answer.set_result(completion)
 

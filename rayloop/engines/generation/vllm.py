@@ -53,6 +53,8 @@ class VllmEngine:
         """With ``place.name``, which needs a Ray process, vLLM's metrics go to Ray's under this name."""
         folder = place.scratch()
         prepare(settings, folder)
+        # The engines of a node share one copy of the weights,
+        # so the file is above each one's own folder.
         self._meeting = f"{os.path.dirname(folder) if place.name else folder}/weights"
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=False)
         self._settings = settings
@@ -66,6 +68,7 @@ class VllmEngine:
             model, settings, image_limits(model, config) if self._vision else {}, self._lora
         )
         self._profiles = f"{folder}/profiles"
+        # The user's own arguments win, as with all others.
         arguments.setdefault("profiler_config", profiler(self._profiles))
         self._llm = start(arguments, stat_loggers(self._load, place.name))
         self._limit: int = self._llm.model_config.max_model_len
@@ -75,6 +78,8 @@ class VllmEngine:
         self._serial = itertools.count()
         self._running = 0
         self._entering = Entering()
+        # vLLM processes images before its scheduler has
+        # the request; a pause in between would not see it.
         self._llm.add_request = self._entering.noticed(self._llm.add_request)
         self._images: Cache[str, Image.Image] = Cache(256 << 20, lambda image: 3 * image.width * image.height)
         self._open = asyncio.Event()
@@ -102,6 +107,7 @@ class VllmEngine:
             await self._open.wait()
         if (version := self._version) is None:
             raise WorkerLost("the engine has no weights: the last load failed, or none has succeeded yet")
+        # vLLM would raise a ValueError of its own words; one token must fit behind the prompt.
         if len(prompt.token_ids) >= self._limit:
             raise OverLongPrompt(len(prompt.token_ids), self._limit - 1)
         masks = bool(self._settings.extra.get("return_sampling_mask"))
@@ -114,6 +120,7 @@ class VllmEngine:
                 sampled = await output(self._llm, given, parameters, number, adapted=self._lora is not None)
         finally:
             self._running -= 1
+        # Its tokens may come from weights that are half old and half new.
         if self._failed_loads != failed:
             raise WorkerLost("a load failed while the request was running")
         if sampled.finish_reason == "error":
@@ -141,6 +148,7 @@ class VllmEngine:
 
     async def sleep(self, level: Level) -> None:
         """vLLM's sleep mode, for GPUs."""
+        # Level 2 drops the weights, so nothing may be served before the next load.
         if level == "level2":
             self._version = None
         await answered(self._llm, self._llm.sleep(level=int(level[-1])))
@@ -153,6 +161,7 @@ class VllmEngine:
         """Give the tensors to the workers, which verify them. Raises WeightSyncError. ``tensors`` [name] are whole and on any
         device, or those of the adapters alone; they are converted to the engine's dtype."""
         async with self._changing(manifest.version):
+            # Gigabytes are copied, and health checks must be answered meanwhile.
             file = await asyncio.to_thread(written, self._meeting, manifest, tensors)
             try:
                 await self._take("take_weights", f"/proc/{os.getpid()}/fd/{file}", pickle.dumps(manifest))
@@ -178,8 +187,10 @@ class VllmEngine:
         scaled = (self._lora.rank, self._lora.alpha) if self._lora else ()
         await answered(self._llm, self._llm.collective_rpc("forget_names"))
         found = await answered(self._llm, self._llm.collective_rpc(method, args=(*arguments, *scaled)))
+        # vLLM keeps image features by hash; the old weights made them.
         await answered(self._llm, self._llm.reset_encoder_cache())
         if faults := [pickle.loads(fault) for fault in found if fault]:
+            # The worker with damaged weights says more than those whose broadcast only ended.
             raise min(faults, key=lambda fault: isinstance(fault, BroadcastFailed))
 
     async def profile(self, path: str | None) -> None:
@@ -226,9 +237,11 @@ def _arguments(
     }
     if limits:
         arguments["mm_processor_kwargs"] = dict(limits)
+        # vLLM measures its memory with the largest input of each kind, and a video is very large.
         arguments["limit_mm_per_prompt"] = {"video": 0}
     if lora:
         arguments["enable_lora"] = True
+        # vLLM takes certain ranks only; a smaller adapter is padded.
         arguments["max_lora_rank"] = next(rank for rank in VLLM_RANKS if rank >= lora.rank)
         arguments["lora_target_modules"] = list(lora.targets)
     return arguments | settings.extra
@@ -255,10 +268,14 @@ def _parameters(prompt: TokenPrompt, sampling: Sampling, vocabulary: int, masks:
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         stop_token_ids=list(sampling.end_tokens),
+        # The tokenizer's end token counts only where
+        # ``end_tokens`` names it, as in the trainer's mask.
         ignore_eos=True,
+        # Text is needed for stop strings alone; detokenising costs the event loop time.
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         logprobs=min(most + TIES, vocabulary) if most and not masks else 0,
+        # An object for each log-prob would cost garbage collection more than the numbers.
         flat_logprobs=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

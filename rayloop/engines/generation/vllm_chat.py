@@ -34,6 +34,8 @@ class VllmChat:
 
     async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a chat request. Raises RequestRefused, and WorkerLost when vLLM's processes are gone."""
+        # A template over a long text takes milliseconds,
+        # in which the loop must answer health checks.
         ids = await asyncio.to_thread(self._tokens, body["messages"])
         if len(ids) >= self._limit:
             raise TooLong(f"the prompt has {len(ids)} tokens, the limit is {self._limit - 1}")
@@ -111,6 +113,7 @@ def _parameters(body: Mapping[str, Any], room: int) -> Any:
         seed=body.get("seed"),
         stop=body.get("stop"),
         max_tokens=min(body.get("max_tokens", room), room),
+        # 0 still returns the sampled token's log-prob; None returns none.
         logprobs=body.get("top_logprobs", 0) if body.get("logprobs") else None,
         structured_outputs=structure,
         output_kind=RequestOutputKind.FINAL_ONLY,

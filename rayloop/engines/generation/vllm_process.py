@@ -23,8 +23,11 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
     """Set the environment that vLLM and its processes read, sockets and temporary files in ``folder``. Raises ConfigError when vLLM
     is missing or of an untested version."""
     if settings.extra.get("enforce_eager"):
+        # enforce_eager alone leaves functions that torch
+        # compiles at the first request, for half a minute.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ |= {
+        # CUDA cannot be used after a fork, and a lock that another thread held stays locked there.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_RPC_BASE_PATH": folder,
@@ -32,6 +35,7 @@ def prepare(settings: VllmEngineSettings, folder: str) -> None:
         OWNER: str(os.getpid()),
     }
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # vLLM would bind its threads to cores, and several engines of a machine to the same ones.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # it is compiled at its first use, by a nvcc that may not be there
     try:
@@ -69,6 +73,7 @@ def common_arguments(model: str, settings: VllmEngineSettings) -> dict[str, Any]
         "enable_prefix_caching": True,
         "mm_processor_cache_gb": PICTURES_GIB,
         "trust_remote_code": False,
+        # Otherwise generation_config.json changes sampling defaults, and log-probs with them.
         "generation_config": "vllm",
         "worker_extension_cls": f"{VllmWorker.__module__}.{VllmWorker.__qualname__}",
         "disable_log_stats": True,

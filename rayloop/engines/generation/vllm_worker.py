@@ -58,6 +58,8 @@ class VllmWorker:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             with open(path, "rb") as file:
+                # torch wants memory that can be written; a
+                # private mapping shares pages until one is.
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             read = dict(_read(memory, manifest))
             verify(manifest, read)
@@ -191,6 +193,7 @@ def written(meeting: str, manifest: Manifest, tensors: Mapping[str, Tensor]) -> 
         raise WeightSyncError(f"version {manifest.version}: {'; '.join(faults)}")
     title = f"weights-{hashlib.sha256(repr(manifest).encode()).hexdigest()}"
     with open(meeting, "a+", encoding="utf-8") as said:
+        # One engine of the node writes, and the others wait and find its file.
         fcntl.flock(said, fcntl.LOCK_EX)
         said.seek(0)
         with suppress(OSError):
@@ -233,11 +236,14 @@ def end_with(owner: int) -> None:
     between = [psutil.Process(), *psutil.Process().parents()]
     pids = [process.pid for process in between]
     if owner not in pids:
+        # The owner ended before this process could watch it.
         os.kill(os.getpid(), signal.SIGKILL)
+    # A pidfd stays with its process; a number could be given to another one.
     file = os.pidfd_open(owner)
 
     def watch() -> None:
         select.select([file], [], [])
+        # This process comes last, or it could not end the others.
         for process in reversed(between[: pids.index(owner)]):
             process.kill()  # psutil notices when the number belongs to another process by now
 

@@ -71,7 +71,7 @@ def _constants(sample: TrainSample, scores: Scores) -> Elsewhere:
     return Elsewhere(
         current=scores.logprobs,
         old=old,
-        # The same rule as in ``PolicyLoss``, which sees only the tokens of its own micro-batch.
+        # This is the rule of ``PolicyLoss``, which sees only the tokens of its own micro-batch.
         behaviour=old if sample.on_policy else sample.behaviour,
         advantage=sample.advantages,
         # ``pack`` fills in the trajectory's number, which is known once the row is put together.

@@ -203,7 +203,7 @@ class FsdpEngine:
         if self._rank % self._settings.sequence_parallel:  # what the ranks of a sequence group have in common counts once
             return Update(0.0, LossMetrics.zero(self._device), done, 0, 0)
 
-        # The one place where an update waits for the value of its loss.
+        # This is the one place where an update waits for the value of its loss.
         return Update(float(loss), metrics, done, tokens, computed)
 
     def _completed(self, samples: Sequence[TrainSample]) -> Sequence[TrainSample]:

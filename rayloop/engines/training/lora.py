@@ -62,7 +62,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, vision: bool, c
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=settings.dropout, target_modules=targets, bias="none"
     )
-    # In place: a PeftModel around the model would rename its parameters and hide its blocks.
+    # This is done in place: a PeftModel around the model
+    # would rename its parameters and hide its blocks.
     inject_adapter_in_model(config, model, ADAPTER)
 
 

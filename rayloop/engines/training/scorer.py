@@ -79,11 +79,11 @@ class Scorer(nn.Module):
             return {"input_ids": ids, "pixel_values": batch.pixel_values, "image_grid_thw": grids}
         encode, places = partial(image_features, self.model), batch.image_places
         if places is None:
-            # On the CPU: ``row`` cuts by their values, and would wait for a GPU.
+            # The places are on the CPU: ``row`` cuts by their values, and would wait for a GPU.
             places = (batch.token_ids[0] == self.model.config.image_token_id).nonzero()[:, 0].cpu()
         encoded = row.images(encode) if row else encode(batch.pixel_values, batch.image_grid)
         embeddings = self.model.get_input_embeddings()(ids)
-        # In the order of the row, where an image of several samples appears several times.
+        # Images follow the order of the row, where one of several samples appears several times.
         images = torch.cat([encoded[i] for i in batch.image_index.tolist()]).to(embeddings.dtype)
         if row:
             first, end = torch.searchsorted(places, torch.tensor([row.slice.start, row.slice.stop])).tolist()

@@ -100,8 +100,7 @@ def _spread(unit: nn.Module, mesh: DeviceMesh) -> None:
                 continue
             if parameter not in made:
                 made[parameter] = nn.Parameter(_of_first(parameter, mesh.device_type), requires_grad=parameter.requires_grad)
-            # One new parameter for all modules that share
-            # the old one, or tied weights would come apart.
+            # All modules that share a parameter get one new one, or tied weights would come apart.
             setattr(module, name, made[parameter])
 
 

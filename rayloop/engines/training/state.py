@@ -40,7 +40,7 @@ UNKNOWN: Mapping[str, Checksum] = {}
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     """``state`` (nested dicts of tensors) as it is now, in the host's memory; the originals may change."""
-    # No pinned or shared memory and no thread: the copy is complete when this returns.
+    # Without pinned or shared memory and without a thread, the copy is complete when this returns.
     copy: dict[str, Any] = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
     return copy
 

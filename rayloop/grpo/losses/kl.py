@@ -46,7 +46,7 @@ def estimate(current: Tensor, reference: Tensor, estimator: Estimator) -> Tensor
     if estimator == "k1":
         return d
     half = d.square() / 2
-    # The gradient of k2 with the value of k3, which is never negative and varies little.
+    # It has the gradient of k2 and the value of k3, which is never negative and varies little.
     return half if estimator == "k2" else half - half.detach() + k3(current, reference).detach()
 
 

@@ -39,8 +39,7 @@ class LossMetrics:
         kl: Tensor | None = None, entropy: Tensor | None = None, lag: Tensor | None = None,
     ) -> Self:  # fmt: skip
         """Returns the metrics of per-token values [N]. ``clips``: its masks; ``mismatch``: old - behaviour, nats."""
-        # Squares of weights span 17 orders of magnitude,
-        # so that float32 would drop most of their sum.
+        # Squares of weights span 17 orders of magnitude: a float32 sum would drop the small ones.
         weight = torch.exp(mismatch.double().clamp(-RATIO_BOUND, RATIO_BOUND))
         low, high, dual = (
             torch.zeros_like(ratio, dtype=torch.bool) if clip is None else clip for clip in (clips.low, clips.high, clips.dual)

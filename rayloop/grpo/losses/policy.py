@@ -171,7 +171,7 @@ def token_weights(
             return ones / denominator.sequences
         case "seq-mean-token-mean":
             if trajectory_tokens is None:
-                # Right while each trajectory is here whole, as one sequence.
+                # This is right while each trajectory is here whole, as one sequence.
                 trajectory_tokens = torch.bincount(segment)[segment]
             return ones / (denominator.sequences * trajectory_tokens)
         case "prompt-mean":

@@ -47,7 +47,7 @@ class LossInputs:
 
     def total(self, values: Tensor) -> Tensor:
         """The sum of ``values`` [N] over each token's trajectory, at each token [N]."""
-        # index_add over trajectories of any length: nothing is padded, and the gradient flows.
+        # index_add takes trajectories of any length: nothing is padded, and the gradient flows.
         return values.new_zeros(len(torch.bincount(self.segment))).index_add(0, self.segment, values)[self.segment]
 
 
@@ -83,10 +83,11 @@ class Elsewhere:
         are among them."""
         segment = tokens["segment"]
         assert segment is not None
-        # Stable: a trajectory's own tokens keep their order, and stay in front of the others.
+        # The sort is stable: a trajectory's own tokens keep
+        # their order, and stay in front of the others.
         order = torch.cat([segment, self.segment]).argsort(stable=True)
         made = {name: None if of is None else torch.cat([of, getattr(self, name)])[order] for name, of in tokens.items()}
-        # The inverse permutation: where each of the first N tokens has gone.
+        # The inverse permutation says where each of the first N tokens is.
         return made, order.argsort()[: len(segment)]
 
     def _tensors(self) -> list[tuple[str, Any]]:
