@@ -26,8 +26,8 @@ def mini_batches(
     ``nominal`` (its target) gets fewer mini-batches, and never more than it has groups."""
     count = min(update.mini_batches, len(sizes))
     if nominal is not None and sum(sizes) < nominal:
-        # Updates of a short step keep their usual size: a tiny one
-        # would have a noisy gradient and the full learning rate.
+        # Updates of a short step keep their usual number of
+        # trajectories, instead of a few with more noise.
         count = min(count, max(1, update.mini_batches * sum(sizes) // nominal))
     updates: list[tuple[int, ...]] = []
     for epoch in range(update.epochs):

@@ -53,7 +53,7 @@ async def request(servers: Sequence[tuple[str, httpx.AsyncClient]], body: Any, k
 
 def client(url: str, headers: Mapping[str, str] = NONE) -> httpx.AsyncClient:
     """For the server at ``url``, past proxies when it is this machine."""
-    # httpx allows 100 connections, and requests beyond them would fail while they wait for one.
+    # httpx allows 100 connections, and requests beyond them can time out while they wait for one.
     limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(trust_env=httpx.URL(url).host not in LOOPBACK, timeout=TIMEOUT, headers=headers, limits=limits)
 
