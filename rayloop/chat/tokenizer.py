@@ -13,6 +13,9 @@ from rayloop.core.failures import ConfigError
 from rayloop.core.files import utf8
 from rayloop.core.types import TokenIds
 
+NOTHING = 0xFDD0
+"""The first of Unicode's 32 noncharacters in a row."""
+
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The folder's tokenizer.json. Raises ConfigError."""
@@ -33,7 +36,9 @@ class Encoder:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = load_tokenizer(folder)
-        self._guard = f"\ufdd0{uuid.uuid4().hex}"
+        # Of characters that stand for nothing: a tokenizer may have added tokens of any others, such as "bar", and would find them
+        # across the end of a guard that ends with "ba".
+        self._guard = "".join(chr(NOTHING + int(digit, 16)) for digit in uuid.uuid4().hex)
         self.special = {t.content: i for i, t in self.tokenizer.get_added_tokens_decoder().items() if t.special}
         # A regular expression takes the first alternative that fits, and one token may begin
         # another.
