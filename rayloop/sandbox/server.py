@@ -122,6 +122,11 @@ class ForkServer:
         try:
             pid = os.fork()
         except OSError as error:
+            if self._home is not None:
+                # Else the next request could not leave the namespace, and this process would end with it.
+                kernel.set_namespace(self._home, kernel.NEW_PID)
+            ours.close()
+            theirs.close()
             self._control.send(json.dumps({"error": f"fork refused: {error}"}).encode())
             return
         if pid == 0:
