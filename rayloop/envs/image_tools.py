@@ -129,8 +129,10 @@ class Album:
         found, angle = self._image(image), angle % 360
         if angle in _RIGHT_ANGLES:
             return self._shown(found.transpose(_RIGHT_ANGLES[int(angle)]))
-        small = found.resize(_fitting(*found.size, MOST_PIXELS // 2)) if found.width * found.height * 2 > MOST_PIXELS else found
-        return self._shown(small.rotate(angle, Image.Resampling.BICUBIC, expand=True, fillcolor="white"))
+        largest = (found.width + found.height) ** 2 // 2  # of the picture turned by 45 degrees, with its corners
+        if largest > MOST_PIXELS:
+            found = found.resize(_fitting(*found.size, found.width * found.height * MOST_PIXELS // largest))
+        return self._shown(found.rotate(angle, Image.Resampling.BICUBIC, expand=True, fillcolor="white"))
 
     def inspect(self, box: Any, image: int = 0) -> ToolResult:
         """The whole image with the box marked, its size, place, mean colour and contrast (WCAG 2, 1 to 21). Raises ToolError."""

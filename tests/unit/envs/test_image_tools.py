@@ -17,7 +17,7 @@ from rayloop.chat.rendering import Renderer
 from rayloop.config.model import ModelSettings
 from rayloop.core.types import ImageSource, Message, Task
 from rayloop.data.images import decode
-from rayloop.envs.image_tools import ImageTools, Name
+from rayloop.envs.image_tools import MOST_PIXELS, ImageTools, Name
 from rayloop.envs.tools import schemas
 
 NAMES: tuple[str, ...] = get_args(Name)
@@ -168,6 +168,13 @@ def test_a_slanted_rotation_keeps_the_whole_image() -> None:
     assert turned.getpixel((0, 0)) == (255, 255, 255)
 
 
+@pytest.mark.parametrize("size", [(8000, 80), (80, 8000), (3000, 3000), (4000, 3900)])
+def test_a_picture_of_any_shape_that_is_turned_has_at_most_so_many_pixels(size: tuple[int, int]) -> None:
+    turned, _ = call(made(Image.new("RGB", size)), "rotate", angle=45)
+    assert turned is not None
+    assert 0.8 * MOST_PIXELS < turned.width * turned.height <= MOST_PIXELS
+
+
 def test_inspect_measures_the_box_and_marks_it_in_the_whole_image() -> None:
     image = Image.new("RGB", (400, 200), "white")
     image.paste("#0000ff", (100, 50, 150, 100))
@@ -219,7 +226,7 @@ def test_only_the_tools_that_were_named_are_there() -> None:
 
 
 def test_a_result_has_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.envs.image_tools.MOST_PIXELS", 100_000)
+    monkeypatch.setattr("rayloop.envs.MOST_PIXELS", 100_000)
     environment = made(max_zoom=50)
     for name, arguments in (("zoom", {"box": [0, 0, 1, 1], "factor": 50}), ("rotate", {"angle": 45})):
         result, _ = call(environment, name, **arguments)
