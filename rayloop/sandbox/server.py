@@ -114,33 +114,28 @@ class ForkServer:
     def _spawn(self, request: dict[str, Any]) -> None:
         """Fork one; the answer carries its socket and its pidfd."""
         ours, theirs = socket.socketpair()
-        self._made += 1
-        folder = os.path.join(self._settings["folder"], str(self._made))
+        with ours, theirs:
+            self._made += 1
+            folder = os.path.join(self._settings["folder"], str(self._made))
 
-        if self._home is not None:
-            kernel.unshare(kernel.NEW_PID)
-        try:
-            pid = os.fork()
-        except OSError as error:
             if self._home is not None:
-                # Else the next request could not leave the namespace, and this process would end with it.
-                kernel.set_namespace(self._home, kernel.NEW_PID)
-            ours.close()
-            theirs.close()
-            self._control.send(json.dumps({"error": f"fork refused: {error}"}).encode())
-            return
-        if pid == 0:
-            self._become(theirs, folder, request["user"])
-        if self._home is not None:
-            # The server goes back, so that the next interpreter gets a namespace of its own.
-            kernel.set_namespace(self._home, kernel.NEW_PID)
-        self._children[pid] = folder
+                kernel.unshare(kernel.NEW_PID)
+            try:
+                pid = os.fork()
+                if pid == 0:
+                    self._become(theirs, folder, request["user"])
+            except OSError as error:
+                self._control.send(json.dumps({"error": f"fork refused: {error}"}).encode())
+                return
+            finally:
+                # The server goes back, so that the next interpreter gets a namespace of its own; also when it got none.
+                if self._home is not None:
+                    kernel.set_namespace(self._home, kernel.NEW_PID)
+            self._children[pid] = folder
 
-        handle = kernel.pidfd(pid)
-        socket.send_fds(self._control, [json.dumps({"pid": pid}).encode()], [ours.fileno(), handle])
-        ours.close()
-        theirs.close()
-        os.close(handle)
+            handle = kernel.pidfd(pid)
+            socket.send_fds(self._control, [json.dumps({"pid": pid}).encode()], [ours.fileno(), handle])
+            os.close(handle)
 
     def _become(self, connection: socket.socket, folder: str, user: int | None) -> NoReturn:
         """In the child: confine it, report that, and serve. Never returns into the server."""
