@@ -294,3 +294,19 @@ def test_failures_say_whose_they_are(server: Server, tiny_text: Path, tmp_path: 
             await ask([], base_url=NOWHERE)
 
     run(play)
+
+
+def test_no_request_begins_in_a_pause_that_follows_another_at_once(server: Server, tiny_text: Path, tmp_path: Path) -> None:
+    async def play() -> None:
+        served = client(server, tiny_text, tmp_path, interface="tokens")
+        await served.pause()
+        asked = asyncio.create_task(served.generate(prompt(tiny_text, "What is 3 + 9?"), Sampling(0.0, 4)))
+        await asyncio.sleep(0.01)
+        await served.resume()
+        await served.pause()
+        await asyncio.sleep(0.01)
+        assert not served._running
+        await served.resume()
+        assert (await asked).token_ids
+
+    run(play)

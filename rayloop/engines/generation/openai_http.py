@@ -48,7 +48,8 @@ class OpenAiHttpEngine:
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn. Raises DataFailure for a prompt that the server refuses, ConfigError, WorkerLost."""
-        await self._open.wait()
+        while not self._open.is_set():  # it may have been closed again before this call runs
+            await self._open.wait()
         version = self._version if self._settings.update else Version(0, 0)
         if version is None:
             raise WorkerLost("the server has no synced weights: the last load failed, or none has succeeded yet")
