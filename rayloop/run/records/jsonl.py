@@ -67,9 +67,9 @@ class JsonLines:
                 self._file = FileIO(os.open(self.path, os.O_WRONLY | os.O_APPEND | made, 0o666), "ab")
                 self._made = True
             while self._held:
-                written = self._file.write(self._held[0])
-                if written < len(self._held[0]):  # the disk became full within the line
-                    self._file.write(self._held[0][written:])
+                line, written = self._held[0], 0
+                while written < len(line):  # a disk that becomes full takes a part first, and then refuses
+                    written += self._file.write(line[written:])
                 self._held.popleft()
             self.trouble = None
         except OSError as error:

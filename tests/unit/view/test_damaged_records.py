@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from fastapi.testclient import TestClient
 from rayloop.cli import main
 from rayloop.run.folder import RunFolder
 from rayloop.run.held_out import read_items
+from rayloop.run.records import jsonl
 from rayloop.run.records.jsonl import JsonLines
 from rayloop.serve_apps.console.app import web
 from rayloop.view.index import EpisodeIndex
@@ -141,3 +143,20 @@ def test_a_run_that_continues_moves_damaged_lines_aside(evaluated: RunFolder, da
         aside = evaluated.path / "metrics.jsonl.attempt-1"
         assert len(aside.read_bytes().splitlines()) == moved + lost
         assert set(aside.read_bytes().splitlines(keepends=True)) <= set(lines), "as they were"
+
+
+class FewBytes(FileIO):
+    """Takes five bytes at a time, as some network file systems do when they are nearly full."""
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        return super().write(data[:5])
+
+
+def test_a_line_that_the_storage_takes_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jsonl, "FileIO", FewBytes)
+    records = JsonLines(tmp_path / "events.jsonl")
+    for step in range(3):
+        records.append({"event": "begin", "step": step})
+    records.close()
+    assert [record["step"] for record in JsonLines(records.path)] == [0, 1, 2]
+    assert not records.damaged
