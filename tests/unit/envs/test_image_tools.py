@@ -226,7 +226,7 @@ def test_only_the_tools_that_were_named_are_there() -> None:
 
 
 def test_a_result_has_a_size_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayloop.envs.MOST_PIXELS", 100_000)
+    monkeypatch.setattr("rayloop.envs.image_tools.MOST_PIXELS", 100_000)
     environment = made(max_zoom=50)
     for name, arguments in (("zoom", {"box": [0, 0, 1, 1], "factor": 50}), ("rotate", {"angle": 45})):
         result, _ = call(environment, name, **arguments)
