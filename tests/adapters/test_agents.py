@@ -77,4 +77,5 @@ def test_hostile_turns_are_scored(framework: str, tmp_path: Path) -> None:
     calls = hostile_turns.calls([{"function": {"name": "add", "parameters": SCHEMA}}])
     texts = [*calls[::5], *hostile_turns.texts(8)[::14]]
     paid = hostile_played(kind, {}, texts)
+    assert {one.value for one in paid} <= {0.0, 1.0}, "what the agent returns, or on_error"
     print(f"\n{framework}: {len(texts)} texts in {len(paid)} episodes, every one scored")
