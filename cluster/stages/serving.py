@@ -143,7 +143,7 @@ def _serve(
             try:
                 watch(name, who, alive)
             except ServeFailed:
-                # The end of the run takes Serve down with it, which is no failure of the endpoint.
+                # The end of the run takes Serve down with it, which is not a failure of the endpoint.
                 if alive():
                     raise
             print(f"{who}: the run has ended, and with it the endpoint", flush=True)

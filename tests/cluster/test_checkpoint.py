@@ -339,7 +339,7 @@ def test_what_fails_after_a_checkpoint_is_complete_is_reported_and_costs_no_save
 
 
 def test_what_a_checkpoint_needs_is_known_from_an_earlier_one_only(tmp_path: Path) -> None:
-    """What was written before the disk was full is no measure of it."""
+    """What was written before the disk was full says nothing about its size."""
 
     async def writes_a_part(folder: str) -> None:
         Path(folder, "weights").write_bytes(b"0123456789")

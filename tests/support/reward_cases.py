@@ -62,7 +62,7 @@ async def own_group_later(trajectories: Any, task: Any, contexts: Any) -> list[f
 
 
 class Ranking:
-    """Right answers before wrong ones, by their share of the group that is no better."""
+    """Right answers before wrong ones, by the share of the group that they are at least as good as."""
 
     class Settings(SettingsModel):
         """Nothing to set."""

@@ -193,7 +193,7 @@ def test_what_a_request_leaves_out_is_the_runs_sampling(http: TestClient, engine
     assert (own.temperature, own.max_tokens, own.min_tokens, own.stop) == (0.0, 5, 2, ("x",))
     prompt = engines.asked[0][0].token_ids
     assert most.max_tokens == 600 - len(prompt), "what is left of an episode"
-    assert cold.temperature == 0.0, "logits that are divided by so little are no numbers"
+    assert cold.temperature == 0.0, "logits that are divided by so little are not finite"
 
 
 @pytest.mark.parametrize(
