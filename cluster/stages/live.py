@@ -158,11 +158,18 @@ def stop_driver(place: Place) -> None:
     """Have the run save and end, as a SIGTERM to its process does. Raises NoAnswer, and ConfigError when there is no driver yet. A
     driver that ends before it answers is no error: a small run ends within milliseconds."""
     with joined(place) as actors:
-        name = of_role(actors, "driver")[-1].name
-        try:
-            driver: Any = ray.get_actor(name, place.namespace)
-            ray.get(submit(driver, DriverActor.stop), timeout=ANSWER)
-        except (ActorDiedError, ValueError):  # it has ended since it was listed
-            return
-        except (RayError, TimeoutError) as error:
-            raise NoAnswer(f"the driver of the run does not answer: {type(error).__name__}") from error
+        # Ray may still list a driver that died after its successor has started. Names do not
+        # show which is which, so all are asked, and one that answers is enough.
+        drivers = of_role(actors, "driver")
+        silent: Exception | None = None
+        for actor in drivers:
+            try:
+                driver: Any = ray.get_actor(actor.name, place.namespace)
+                ray.get(submit(driver, DriverActor.stop), timeout=ANSWER)
+                return
+            except (ActorDiedError, ValueError):  # it has ended since it was listed
+                continue
+            except (RayError, TimeoutError) as error:
+                silent = error
+        if silent is not None:
+            raise NoAnswer(f"the driver of the run does not answer: {type(silent).__name__}") from silent

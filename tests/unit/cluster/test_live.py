@@ -184,6 +184,50 @@ def test_a_driver_that_ends_as_it_is_asked_to_is_no_error(found: Any, taken: boo
         live.stop_driver(Place("127.0.0.1:1", "", "rayloop-run"))
 
 
+DEAD, SILENT = Ended(ray.exceptions.ActorDiedError()), Ended(ray.exceptions.GetTimeoutError())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "asked", "taken"),
+    [
+        ("lives", DEAD, ["first"], True),
+        (DEAD, "lives", ["first", "second"], True),
+        (SILENT, "lives", ["first", "second"], True),
+        (DEAD, SILENT, ["first", "second"], False),
+        (SILENT, DEAD, ["first", "second"], False),
+    ],
+)
+def test_of_two_drivers_the_one_that_lives_is_stopped(
+    first: Any, second: Any, asked: list[str], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray still lists the one that died, under a name that may come before or after the other's."""
+    answers, calls = {"driver-1": first, "driver-2": second}, list[str]()
+
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @property
+        def stop(self) -> Named:
+            return self
+
+        def remote(self) -> str:
+            return self.name
+
+    def get(name: str, timeout: float) -> None:
+        calls.append("first" if name == "driver-1" else "second")
+        if isinstance(answers[name], Ended):
+            raise answers[name].lost
+
+    listed = [live.LiveActor(name, "a", 1, "here") for name in answers]
+    monkeypatch.setattr(live, "joined", lambda place: nullcontext(listed))
+    monkeypatch.setattr(ray, "get_actor", lambda name, namespace: Named(name))
+    monkeypatch.setattr(ray, "get", get)
+    with nullcontext() if taken else pytest.raises(live.NoAnswer, match="does not answer"):
+        live.stop_driver(Place("127.0.0.1:1", "", "rayloop-run"))
+    assert calls == asked
+
+
 def test_status_and_stop_of_a_run_in_another_container(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
