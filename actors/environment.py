@@ -52,7 +52,8 @@ class EnvironmentActor(Actor):
         self, model: ModelSettings, episode: EpisodeSettings, kinds: Mapping[str, EnvironmentKind] | None = None,
         timeout: float = 3600.0, at_once: int | None = None,
     ) -> None:  # fmt: skip
-        """``timeout``: seconds for a whole episode; ``at_once``: how many are played, None for all (``environment.*``)."""
+        """``timeout``: seconds for a whole episode, from when there is room for it; ``at_once``: how many are played, None for all
+        (``environment.*``)."""
         self._settings = episode
         self._renderer = Renderer(model)
         every = (episode.environment, *(kinds or {}).values())
@@ -85,7 +86,8 @@ class EnvironmentActor(Actor):
         self, requests: Sequence[RolloutRequest], lease: Lease[Engine], driver: Handle[LeasesEngines]
     ) -> tuple[list[Summary | Failure], *tuple[Trajectory | None, ...]]:
         """Play n episodes of a group at once, on one engine (call with ``num_returns`` 1 + n): their results, then their payloads.
-        A failure has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most. Raises WorkerSpent at once."""
+        A failure has no payload. Takes an episode's timeout and ``CLOSE_TIMEOUT`` at most, and as long again for each time that
+        ``at_once`` episodes were here before. Raises WorkerSpent at once."""
         if (stuck := hanging()) >= threads.HUNG:
             raise WorkerSpent(f"{stuck} calls of tools hang in this process")
         single = self._for(requests[0]).max_turns == 1 and not self._leads
@@ -109,15 +111,14 @@ class EnvironmentActor(Actor):
             environment = self._environments.of(request.task)
             late = EnvironmentHung(f"the episode did not end within {self._timeout:g} s", environment.contained)
 
-            async def playing() -> tuple[Trajectory, float]:
-                # The wait for room counts against the deadline
-                # of the call, but not as time of the episode.
-                async with self._room:
-                    began = time.monotonic()
-                    played = await play(request, environment, self._renderer, self._for(request), engine.generate, prompts)
-                    return played, time.monotonic() - began
-
-            trajectory, seconds = await bounded(self._timeout, playing(), late)
+            # The time begins with the room: an episode that waited for others has not hung. The wait
+            # ends, since each of those others has a deadline.
+            async with self._room:
+                engine.begins()
+                began = time.monotonic()
+                playing = play(request, environment, self._renderer, self._for(request), engine.generate, prompts)
+                trajectory = await bounded(self._timeout, playing, late)
+                seconds = time.monotonic() - began
             summary = summarize(trajectory, request.task, seconds, self._renderer.image_token)
             return replace(summary, sent=engine.sent), trajectory
         except Exception as error:

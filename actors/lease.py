@@ -56,14 +56,19 @@ class LeasesEngines(Protocol):
 
 class FirstTurn:
     """The first turn of the episodes of one call: those with the same prompt, except for the seed, share one request. It is sent
-    when all have asked, or after twice the time that the first one took, at least ``PATIENCE`` seconds more."""
+    when all have asked, or after twice the time that the first one took since it began, at least ``PATIENCE`` seconds more."""
 
     def __init__(self, episodes: int, images: SentImages) -> None:
         self._missing, self._images = episodes, images
-        self._began = time.monotonic()
+        self._began: float | None = None
         self._asked: list[_Asked] = []
         self._sent: set[asyncio.Task[None]] = set()
         self._late: asyncio.TimerHandle | None = None
+
+    def begins(self) -> None:
+        """An episode has room. What it waited before says nothing about how long the others will take."""
+        if self._began is None:
+            self._began = time.monotonic()
 
     def ask(
         self, lease: Lease[Engine], prompt: TokenPrompt, sampling: Sampling, count: Callable[[ImagesSent], None]
@@ -73,7 +78,8 @@ class FirstTurn:
         one = _Asked(lease, prompt, sampling, count, loop.create_future())
         self._asked.append(one)
         if self._late is None:
-            self._late = loop.call_later(max(PATIENCE, time.monotonic() - self._began), self._send)
+            took = 0.0 if self._began is None else time.monotonic() - self._began
+            self._late = loop.call_later(max(PATIENCE, took), self._send)
         self.without()
         return one.answer
 
@@ -152,6 +158,11 @@ class LeasedEngine:
         self._cohort: Cohort | None = None
         if request.cohort is not None and request.attempt == 0:
             self._cohort = Cohort(str(request.id.group), request.cohort)
+
+    def begins(self) -> None:
+        """The episode has room, and is played from now on."""
+        if self._first is not None:
+            self._first.begins()
 
     async def generate(self, prompt: TokenPrompt, sampling: Sampling) -> Completion:
         """Sample one turn, on another engine when one is lost. Raises what the engine and ``driver.lease_engine`` raise."""

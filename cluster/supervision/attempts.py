@@ -71,7 +71,7 @@ class EpisodeRunner:
         self.admission = ConcurrencyLimit()
         self._emit, self._bad_data = emit, on_bad_data or self.emit_bad_data
         self.history = history or FailureHistory(config.environment)
-        self.calls = RolloutCalls(services, driver, config.environment.episode_timeout, self.history)
+        self.calls = RolloutCalls(services, driver, config.environment, self.history)
         self.rewards = RewardCalls(config.reward, services, emit)
 
     def metrics(self) -> dict[str, float]:

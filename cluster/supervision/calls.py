@@ -2,6 +2,7 @@
 a whole becomes a ``Failure`` of each of its episodes. attempts.py decides what is done about it."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -25,12 +26,14 @@ from rayloop.core.groups import Group, Outcome, Unscored, UnscoredKind
 from rayloop.core.types import Ref, RolloutRequest, Summary, Task, Trajectory
 from rayloop.envs.episode import CLOSE_TIMEOUT
 from rayloop.rewards.settings import RewardSettings
+from rayloop.run.config import EnvironmentSettings
 from rayloop.run.folder import RolloutRecord
 
 Played = tuple[Summary, Ref[Trajectory]]
 """An episode that was played, and its payload, which the driver owns and does not open."""
 MARGIN = CLOSE_TIMEOUT + 30.0
-"""Seconds that a call may take beyond ``environment.episode_timeout``, at which its actor ends every episode itself."""
+"""Seconds that a call may take beyond ``environment.episode_timeout``, at which its actor ends every episode itself. An episode
+that waited for room has its whole time from then on (``RolloutCalls._deadline``)."""
 
 
 class Pools(Protocol):
@@ -60,10 +63,13 @@ class Attempted:
 
 
 class RolloutCalls:
-    """Leases count episodes, in both pools, until their call has ended. ``timeout``: seconds for an episode."""
+    """Leases count episodes, in both pools, until their call has ended. ``settings``: how long an episode may take, and how many an
+    actor plays at once."""
 
-    def __init__(self, services: Pools, driver: Handle[LeasesEngines], timeout: float, history: FailureHistory) -> None:
-        self._services, self._driver, self._timeout, self._history = services, driver, timeout, history
+    def __init__(
+        self, services: Pools, driver: Handle[LeasesEngines], settings: EnvironmentSettings, history: FailureHistory
+    ) -> None:
+        self._services, self._driver, self._settings, self._history = services, driver, settings, history
         self._engines: dict[str, int] = {}
 
     async def play(self, requests: Sequence[RolloutRequest], avoid: Avoid) -> Attempted:
@@ -83,12 +89,13 @@ class RolloutCalls:
         # Before the call: an episode may lose its engine and ask for another one at once.
         self._engines.update((_key(request), engine.worker) for request in requests)
         self._history.begins(group, lease.worker)
+        within = self._deadline(lease)
         answer, *payloads = submit_split(lease.handle, 1 + count, EnvironmentActor.play, requests, engine, self._driver)
 
         heads: Sequence[Summary | Failure] = ()
         try:
             what = f"{_named(requests)} of task {requests[0].task.id} on {environments.name(lease)}"
-            heads = await with_deadline(self._timeout + MARGIN, answer, what, lease.handle)
+            heads = await with_deadline(within, answer, what, lease.handle)
         except asyncio.CancelledError:
             # Ray does not cancel a call with the task that awaits it; the actor would play on.
             ray.cancel(answer)
@@ -106,6 +113,16 @@ class RolloutCalls:
 
         results = zip(heads, cast(Sequence[Ref[Trajectory]], payloads), strict=True)  # what was played has a payload
         return Attempted(lease, engine, [one if isinstance(one, Failure) else (one, ref) for one, ref in results])
+
+    def _deadline(self, lease: Lease[EnvironmentActor]) -> float:
+        """Seconds for a call whose episodes may first wait for room. Room goes to those who came first, and the leases of the actor
+        count this call's episodes and all that may have come before."""
+        timeout, at_once = self._settings.episode_timeout, self._settings.episodes_at_once
+        worker = self._services.environment.workers.get(lease.worker)
+        if worker is None or at_once is None:
+            return timeout + MARGIN
+        before = math.ceil(worker.leases / at_once) - 1
+        return before * (timeout + CLOSE_TIMEOUT) + timeout + MARGIN
 
     def _release(self, requests: Sequence[RolloutRequest], lease: Lease[Any], heads: Sequence[Summary | Failure]) -> None:
         """A call that went well in part went well for its environment actor. Its engine is judged by each episode."""

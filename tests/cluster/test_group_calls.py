@@ -149,6 +149,24 @@ def test_the_deadline_of_a_call_leaves_its_actor_time_to_answer(world: Make) -> 
     assert MARGIN > CLOSE_TIMEOUT
 
 
+def test_a_call_that_waits_for_room_has_a_deadline_behind_those_before_it(world: Make) -> None:
+    left: list[float] = []
+
+    def look(made: World) -> Behave:
+        async def behave(actor: Handle, request: RolloutRequest) -> Any:
+            await asyncio.sleep(0.001)
+            now = asyncio.get_running_loop().time()
+            left.extend((wait.limit.when() or now) - now for wait in WAITS.open.values() if wait.limit and "episode" in wait.what)
+            return made.well(request)
+
+        return behave
+
+    made = world(look, environment={"actors": 1, "episodes_at_once": 2})
+    made.run(steps=1)
+    each = made.config.environment.episode_timeout + CLOSE_TIMEOUT
+    assert max(left) > 4 * each, "three calls of two episodes may come before a group's last one"
+
+
 def test_only_the_members_that_a_reward_actor_could_not_score_are_asked_about_again(world: Make) -> None:
     made = world(unless(well), environment={"actors": 1}, reward__actors=2)
     asked: Counter[int] = Counter()

@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 import math
 import random
+import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -210,6 +212,21 @@ def test_the_first_turn_of_a_group_carries_its_images_once(limit: int) -> None:
 
     assert run(go()) == (ImagesSent(images=2, bytes=200, again=2) if limit == 0 else ImagesSent())
     assert server.engine.prompts == [prompt(A, B)] * 8
+
+
+def test_the_first_turn_is_not_kept_back_as_long_as_its_episode_waited_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two asks an hour after the call has come, and the other does not ask."""
+    now, server, had = [0.0], Server(), SentImages()
+    monkeypatch.setattr("rayloop.actors.lease.time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+
+    async def go() -> Completion:
+        one = episode(server.lease(), had, first=FirstTurn(2, had))
+        now[0] = 3600.0
+        one.begins()
+        async with asyncio.timeout(30):
+            return await one.generate(prompt(A), Sampling())
+
+    assert replace(run(go()), times=DONE.times) == DONE
 
 
 def test_what_was_on_its_way_and_never_came_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,11 +99,15 @@ def anew() -> None:
 
 
 def actor(
-    environment: dict[str, Any], kinds: dict[str, Any] | None = None, at_once: int | None = None, **settings: Any
+    environment: dict[str, Any],
+    kinds: dict[str, Any] | None = None,
+    at_once: int | None = None,
+    timeout: float = 60.0,
+    **settings: Any,
 ) -> EnvironmentActor:
     chosen = {"environment": environment, "max_turns": 3, **settings}
     each = {name: EnvironmentKind.model_validate(kind) for name, kind in (kinds or {}).items()}
-    return EnvironmentActor(MODEL, EpisodeSettings.model_validate(chosen), each, timeout=60.0, at_once=at_once)
+    return EnvironmentActor(MODEL, EpisodeSettings.model_validate(chosen), each, timeout=timeout, at_once=at_once)
 
 
 def requests(count: int, environment: str = "", attempt: int = 0, **extra: Any) -> list[RolloutRequest]:
@@ -149,6 +153,22 @@ def test_no_more_episodes_are_played_at_once_than_were_allowed() -> None:
     seen, results = asyncio.run(run(at_once=1))
     assert seen == 1, "three wait for the one that is held"
     assert [one.turns for one in results if isinstance(one, Summary)] == [3] * 4
+
+
+def test_the_wait_for_room_is_no_time_of_the_episode() -> None:
+    """The first one hangs until its deadline; the others get room then, and have all of their time."""
+
+    async def run() -> list[Summary | Failure]:
+        environment = {"use": f"{HERE}:Waits", "with": {"hold": True}}
+        return await played(actor(environment, at_once=1, timeout=5.0), requests(3), Engine())
+
+    try:
+        hung, *others = asyncio.run(run())
+    finally:
+        Waits.let_go.set()
+    assert isinstance(hung, Failure)
+    assert hung.cause is Cause.HUNG
+    assert [type(one) for one in others] == [Summary, Summary]
 
 
 def test_a_reset_that_fails_eight_times_is_never_a_reward_and_the_ninth_is_an_episode() -> None:
