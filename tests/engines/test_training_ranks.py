@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,42 @@ def _broken(rank: int, world_size: int, folder: Path, empty: Path, meeting: Path
         pass
     assert not torch.distributed.is_initialized()
     return str(raised.value)
+
+
+class NeedsTwo(Exception):
+    """Can be pickled, but not read again."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def _unforeseen(rank: int, world_size: int, meeting: Path) -> list[tuple[str, str]]:
+    """How each failure of the second rank ends the same call of this one."""
+
+    def fail(error: Exception) -> None:
+        if rank == 1:
+            raise error
+
+    sharding.join("cpu", rank, world_size, meeting.as_uri(), 60.0)
+    unpicklable = TypeError("a lock", threading.Lock())
+    found = []
+    for error in (KeyError("a bug"), MemoryError("full"), torch.OutOfMemoryError("CUDA"), NeedsTwo("a", "b"), unpicklable):
+        try:
+            sharding.on_all_ranks(partial(fail, error), within=20.0)
+        except Exception as raised:
+            found.append((type(raised).__name__, str(raised)))
+    torch.distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_what_one_rank_raises_all_ranks_raise(tmp_path: Path) -> None:
+    """Whatever it is: the others would wait for that rank until the deadline of their collective."""
+    first, second = run_ranks(_unforeseen, 2, tmp_path / "meeting")
+    assert first == second
+    assert [kind for kind, _ in first] == ["KeyError", "MemoryError", "OutOfMemoryError", "Unforeseen", "Unforeseen"]
+    assert first[3][1] == "NeedsTwo: a b"
+    assert first[4][1].startswith("TypeError: ('a lock'")
 
 
 @pytest.mark.slow

@@ -218,7 +218,7 @@ class FsdpEngine:
     def _batches(self, plan: Sequence[Sequence[TrainSample]]) -> Iterator[Batch]:
         """Yields the packed micro-batches. Raises on all ranks the error of an image on one rank; the update is then discarded."""
         batches = self._collator.ahead(plan)
-        # ``next`` is never called past the end: ``on_all_ranks`` does not pass a StopIteration on.
+        # ``next`` is never called past the end: a generator must not raise StopIteration.
         for _ in plan:
             try:
                 batch = on_all_ranks(lambda: next(batches))

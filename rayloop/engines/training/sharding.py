@@ -1,8 +1,9 @@
 """Spreads a model over the ranks: process group, FSDP2 units, gathering, and noise on shards."""
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rayloop.core.failures import ConfigError, RayloopError, WorkerStartFailed
+from rayloop.core.failures import ConfigError, Unforeseen, WorkerStartFailed
 from rayloop.engines.settings import FsdpSettings
 from rayloop.engines.training.scorer import Scorer
 from rayloop.transports.manifest import DTYPES
@@ -180,8 +181,8 @@ def everywhere(values: Sequence[Tensor]) -> Tensor:
 
 
 def on_all_ranks(build: Callable[[], T], within: float | None = None) -> T:
-    """Returns ``build()``. A RayloopError or ValueError of one rank is raised on all, which would otherwise wait for that rank.
-    Collective. ``within``: seconds to wait for the others; None: as for any collective."""
+    """Returns ``build()``. What it raises on one rank is raised on all, which would otherwise wait for that rank. What cannot be
+    pickled is raised as Unforeseen. Collective. ``within``: seconds to wait for the others; None: as for any collective."""
     if dist.get_world_size() == 1:
         return build()
     # The timeout belongs to a group: another wait needs another group.
@@ -189,19 +190,29 @@ def on_all_ranks(build: Callable[[], T], within: float | None = None) -> T:
     failure: Exception | None = None
     try:
         result = build()
-    except (RayloopError, ValueError) as error:
+    except Exception as error:
         failure = error
 
     # A rank that succeeded takes part as well, or the one that failed would wait for it.
     failures: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure, group=waiting)
+    dist.all_gather_object(failures, None if failure is None else _sent(failure), group=waiting)
     if waiting is not None:
         dist.destroy_process_group(waiting)
     # All ranks raise the error of the lowest one, so that their callers do the same next.
     for found in failures:
         if found is not None:
-            raise found
+            # The other rank's exception comes without its traceback; this rank's own has one.
+            raise found from failure
     return result
+
+
+def _sent(error: Exception) -> Exception:
+    """The exception as another process gets it: Unforeseen in place of one that cannot be pickled, or not be read again."""
+    try:
+        # Read here as well, or the other ranks would find out in the middle of the collective.
+        return cast(Exception, pickle.loads(pickle.dumps(error)))
+    except Exception:
+        return Unforeseen(f"{type(error).__name__}: {error}")
 
 
 @torch.no_grad()
