@@ -1,5 +1,6 @@
 """What is done about an actor's error, by its class. A test walks through ``ray.exceptions``: a new class must get its line."""
 
+import re
 import traceback
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -12,7 +13,7 @@ import ray
 import yaml
 from ray import exceptions
 
-from rayloop.core.failures import MachineFailed, RayloopError, Unforeseen, WorkerSpent, WorkerStartFailed
+from rayloop.core.failures import ConfigError, MachineFailed, RayloopError, Unforeseen, WorkerSpent, WorkerStartFailed
 from rayloop.core.types import Ref
 
 T = TypeVar("T")
@@ -39,6 +40,12 @@ ACTIONS: Mapping[type[BaseException], tuple[FailureAction, str]] = MappingProxyT
 """By class, with the reason. Another class has the action of its nearest base, or END."""
 DEVICE = ("AcceleratorError", "CUDA error")
 """What torch calls a device that failed for good, which the process never gets back: the type's name, or words of its text."""
+FRAME = '\n  File "'
+"""How each frame of a traceback begins."""
+MISCONFIGURED = re.compile(
+    rf"[^\n]*\n(?: [^\n]*\n)*{re.escape(f'{ConfigError.__module__}.{ConfigError.__name__}')}: (.*)", re.DOTALL
+)
+"""The rest of a traceback after the beginning of its last frame, when the exception is a ConfigError; finds its message."""
 
 
 def cause(error: BaseException) -> BaseException:
@@ -86,7 +93,7 @@ def typed(error: BaseException) -> RayloopError:
     if isinstance(below, RayloopError):
         return below
     if getattr(below, "actor_init_failed", False):
-        return WorkerStartFailed(f"an actor did not start: {last_line(below)}")
+        return misconfigured(below) or WorkerStartFailed(f"an actor did not start: {last_line(below)}")
     machine = isinstance(below, exceptions.RayError | OSError) or action(below) is not END
     text = (str(below).strip() or "no message").splitlines()[0]
     return (MachineFailed if machine else Unforeseen)(f"{type(below).__name__}: {text}")
@@ -100,6 +107,14 @@ def brief(error: BaseException) -> str:
 def last_line(error: BaseException) -> str:
     """The last line of an error's text: Ray puts the remote traceback before it."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
+
+
+def misconfigured(error: BaseException) -> ConfigError | None:
+    """The ConfigError that an actor's constructor raised, as it was raised; None for another error of the constructor."""
+    # Ray keeps the text of what a constructor raised, and not the exception.
+    _, _, after = str(error).rpartition(FRAME)
+    found = MISCONFIGURED.fullmatch(after)
+    return None if found is None else ConfigError(found[1].strip())
 
 
 def as_value(error: BaseException) -> exceptions.RayTaskError:

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 
-from rayloop.actors.failures import brief, cause, is_lost, is_spent, last_line
+from rayloop.actors.failures import brief, cause, is_lost, is_spent, last_line, misconfigured
 from rayloop.actors.handles import Handle, submit, submit_split
 from rayloop.actors.lease import Lease
 from rayloop.cluster.supervision.budget import ReplacementBudget, now
@@ -83,7 +83,8 @@ class Pool(Generic[A]):
         self._failure: BaseException | None = None
 
     async def start(self) -> None:
-        """Start all workers. Raises WorkerStartFailed, and WorkerLost when one does not answer in time."""
+        """Start all workers. Raises ConfigError when a constructor does, WorkerStartFailed for another error of a constructor,
+        and WorkerLost when a worker does not answer in time."""
         await asyncio.gather(*(self._first(slot) for slot in range(self.size)))
 
     async def _first(self, slot: int) -> None:
@@ -93,6 +94,13 @@ class Pool(Generic[A]):
             try:
                 worker = self._made(slot)
                 return await self._start(worker)
+            except WorkerStartFailed as error:
+                # A replacement has no such case: the same configuration has started
+                # this worker before, so the machine must have changed since.
+                below = error.__cause__
+                if below is not None and (wrong := misconfigured(below)) is not None:
+                    raise wrong from error
+                raise
             except Exception as error:
                 # WorkerLost is a start that took too long:
                 # another try would cost ``start_timeout`` again.

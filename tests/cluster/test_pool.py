@@ -42,9 +42,11 @@ def _cluster() -> Iterator[None]:
 
 
 class Worker(Actor):
-    def __init__(self, broken: bool = False) -> None:
+    def __init__(self, broken: bool = False, wrong: bool = False) -> None:
         if broken:
             raise OSError("no model at /models/gone")
+        if wrong:
+            raise ConfigError("rollout.engine: two problems:\n  - one\nanother")
         self.loaded = 0
 
     async def health(self) -> int:
@@ -247,6 +249,19 @@ def test_a_constructor_that_raises_is_named() -> None:
 
     with pytest.raises(WorkerStartFailed, match=r"an actor of role tester did not start: .*no model at /models/gone"):
         asyncio.run(start())
+
+
+def test_a_wrong_configuration_that_a_constructor_finds_arrives_as_such() -> None:
+    """Ray passes on the text of the exception alone."""
+
+    async def start() -> None:
+        pool = Fixture(1).pool
+        pool._spawn = lambda slot: create(Worker, {"num_cpus": 1}, wrong=True)
+        await pool.start()
+
+    with pytest.raises(ConfigError) as raised:
+        asyncio.run(start())
+    assert str(raised.value) == "rollout.engine: two problems:\n  - one\nanother"
 
 
 def test_a_reservation_too_large_gives_the_arithmetic(tmp_path: Path) -> None:

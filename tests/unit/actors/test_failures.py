@@ -124,6 +124,15 @@ def test_what_a_constructor_raised_it_would_raise_again() -> None:
     assert type(typed(died)).__name__ == "WorkerStartFailed"
 
 
+def test_a_wrong_configuration_in_a_constructor_keeps_its_exit_code() -> None:
+    """Of the policy's ranks and the driver, which are in no pool."""
+    text = 'trace\n  File "actors/policy.py", line 1, in __init__\n    raise\nrayloop.core.failures.ConfigError: a key'
+    task = exceptions.RayTaskError("__init__", text, ConfigError("a key"), actor_id="ab")
+    task._actor_id = "ab"
+    found = typed(exceptions.ActorDiedError(task))
+    assert (type(found), str(found), found.exit_code) == (ConfigError, "a key", 2)
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "code"),
     [

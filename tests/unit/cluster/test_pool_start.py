@@ -10,7 +10,7 @@ import ray
 from ray import exceptions
 
 from rayloop.cluster.supervision.pool import ATTEMPTS, Pool
-from rayloop.core.failures import RayloopError, WorkerStartFailed
+from rayloop.core.failures import ConfigError, RayloopError, RolesExhausted, WorkerStartFailed
 from rayloop.core.incidents import ReplacementFailed
 from rayloop.run.lifetime import RecoverySettings
 from tests.support.local import LocalActor
@@ -28,8 +28,10 @@ class Worker:
             raise self.failures.pop(0)
 
 
-def constructor_raised() -> exceptions.ActorDiedError:
-    task = exceptions.RayTaskError("__init__", "trace\nOSError: no model at /models/gone", OSError())
+def constructor_raised(
+    text: str = "trace\nOSError: no model at /models/gone", error: Exception | None = None
+) -> exceptions.ActorDiedError:
+    task = exceptions.RayTaskError("__init__", text, error or OSError())
     task._actor_id = "ab"
     return exceptions.ActorDiedError(task)
 
@@ -84,3 +86,50 @@ def test_one_that_is_lost_each_time_ends_the_start(monkeypatch: pytest.MonkeyPat
 def test_what_a_constructor_raises_ends_the_start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerStartFailed, match=r"an actor of role tester did not start: .*no model at /models/gone"):
         started(monkeypatch, constructor_raised(), RayloopError("it was tried again"))
+
+
+WRONG = """trace
+  File "actors/rollout.py", line 1, in __init__
+    raise ConfigError("rollout.engine: two problems:\\n  - one\\nanother")
+    ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
+rayloop.core.failures.ConfigError: rollout.engine: two problems:
+  - one
+another"""
+BELOW = f"""{WRONG}
+
+The above exception was the direct cause of the following exception:
+
+trace
+  File "actors/rollout.py", line 2, in __init__
+    open(path)
+OSError: no model at /models/gone"""
+
+
+def test_a_wrong_configuration_that_a_constructor_finds_ends_the_start_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as raised:
+        started(monkeypatch, constructor_raised(WRONG, ConfigError()), RayloopError("it was tried again"))
+    assert (str(raised.value), raised.value.exit_code) == ("rollout.engine: two problems:\n  - one\nanother", 2)
+
+
+def test_a_wrong_configuration_below_another_error_is_not_what_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WorkerStartFailed, match="no model at /models/gone"):
+        started(monkeypatch, constructor_raised(BELOW))
+
+
+def test_a_replacement_that_finds_the_configuration_wrong_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same configuration has started the worker before: its machine has changed."""
+    monkeypatch.setattr(ray, "kill", lambda handle: None)
+    failures, reported = list[Exception](), list[Any]()
+    made: Any = LocalActor(Worker(failures))
+
+    async def test() -> None:
+        settings = RecoverySettings(start_timeout=5.0, replacements=1)
+        pool = Pool[Any]("tester", 1, lambda slot: made, settings, reported.append)
+        await pool.start()
+        failures.append(constructor_raised(WRONG, ConfigError()))
+        pool.lost(1, "killed")
+        with pytest.raises(RolesExhausted):
+            await pool.lease()
+
+    asyncio.run(test())
+    assert [event.kind for event in reported] == ["worker_lost", "replacement_failed"]
