@@ -13,6 +13,8 @@ from rayloop.core.files import lock_file, new_secret
 
 PREFIX, LOCK = "rayloop-", "lock"
 """A private cluster's temporary folder, and the file in it that the owning process keeps locked."""
+UNLOCKED = "unlocked"
+"""The name of that file until it is locked."""
 OBJECT_STORE = 512 * 2**20
 """Bytes of shared memory of a private cluster."""
 UNREAD = {"RAY_task_events_report_interval_ms": "0"}
@@ -76,10 +78,13 @@ def temporary_folder(parent: Path | None = None) -> Iterator[Path]:
     sweep()
     with (
         tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent, ignore_cleanup_errors=True) as folder,
-        open(Path(folder) / LOCK, "w", encoding="utf-8") as lock,
+        open(Path(folder) / UNLOCKED, "w", encoding="utf-8") as lock,
     ):
         with suppress(OSError):  # without locks `sweep` leaves folders where they are
-            lock_file(lock, wait=True)
+            lock_file(lock)
+        # Only now under the name that ``sweep`` looks for: another process
+        # would take a folder whose lock is still free for an abandoned one.
+        Path(lock.name).rename(Path(folder) / LOCK)
         yield Path(folder)
 
 
