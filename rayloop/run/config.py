@@ -92,8 +92,9 @@ class EnvironmentSettings(RoleSettings):
     """How often an episode is played when its environment fails, before its trajectory is excluded. When so many episodes of one
     group hung, the others are not played and the task is quarantined. Raise it for environments that often fail by chance."""
     episode_timeout: float = Field(3600.0, gt=0)
-    """Seconds for a whole episode; beyond them it hangs, and is played again. A generation request has a sixth of them, after
-    which its engine counts as lost. Raise it for long episodes and long turns, with ``recovery.stall_timeout``."""
+    """Seconds for a whole episode, from when its actor has room for it; beyond them it hangs, and is played again. A generation
+    request has a sixth of them, after which its engine counts as lost. Raise it for long episodes and long turns, with
+    ``recovery.stall_timeout``."""
 
 
 class RewardPool(RewardSettings, RoleSettings):
