@@ -9,15 +9,22 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
+
+from rayloop.sandbox.memory import ENDING, lives
 
 USERS = range(61184, 65520)
 """What systemd keeps for users without a name; below 65,536, so that a rootless container has them too."""
 # Processes begin at different numbers, so that few of them try the same one first.
 _next = itertools.count(os.getpid() * 61)
+_kept: list["User"] = []
+"""Users that stay claimed until this process ends: a socket that nothing refers to is closed, and its name is free."""
+LOOK = 0.005
+"""Seconds between two looks at the processes of a user."""
 
 
 class NoUser(OSError):
@@ -31,8 +38,22 @@ class User:
         self.number, self._lock = number, lock
 
     def close(self) -> None:
-        """Give the number back."""
+        """Give the number back. The caller knows that no process of this user lives, or will start."""
         self._lock.close()
+
+    def close_when_unused(self, seconds: float = ENDING) -> None:
+        """Give the number back after its processes have ended. If one of them still lives ``seconds`` later, the number is kept."""
+        until = time.monotonic() + seconds
+        while _in_use(self.number):
+            if time.monotonic() > until:
+                self.keep()
+                return
+            time.sleep(LOOK)
+        self.close()
+
+    def keep(self) -> None:
+        """Claim the number until this process ends: the next program with it would share the user with a process that lives."""
+        _kept.append(self)
 
 
 @contextmanager
@@ -45,7 +66,8 @@ def borrowed() -> Iterator[int | None]:
     try:
         yield user.number
     finally:
-        user.close()
+        # The program was waited for, but what it has started may still be ending.
+        user.close_when_unused()
 
 
 def free_user() -> User:
@@ -81,6 +103,17 @@ def _taken() -> frozenset[int]:
             except OSError:
                 continue  # it has ended
     return frozenset(named | running)
+
+
+def _in_use(number: int) -> bool:
+    """Whether a process of this user lives."""
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            # A process may end between the listing and the look at it.
+            with suppress(OSError):
+                if entry.stat().st_uid == number and lives(int(entry.name)):
+                    return True
+    return False
 
 
 def _mapped() -> int:

@@ -84,9 +84,9 @@ class Interpreter:
         gone = bool(_ready(self._pidfd, _END))
         os.close(self._pidfd)
         self._channel.close()
-        # A process that has not ended still has this user number: nobody else may get it.
-        if self._user is not None and gone:
-            self._user.close()
+        if self._user is not None:
+            # A process that has not ended still has this user number: nobody else may get it.
+            (self._user.close if gone else self._user.keep)()
 
     def _given(self, op: str, blobs: Sequence[bytes], seconds: float, **arguments: Any) -> str | None:
         most, given = frames.MOST_GIVEN, sum(map(len, blobs))
@@ -307,6 +307,10 @@ class _Server:
             reason = json.loads(text or b'{"error": "the fork server is gone"}')["error"]
         except OSError as error:
             reason = f"the fork server does not answer: {error}"
+            # It may start the interpreter later.
+            if user:
+                user.keep()
+                user = None
         if user:
             user.close()
         raise SandboxFailed(reason)
@@ -328,7 +332,7 @@ class _Server:
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._user:
-            self._user.close()
+            self._user.close_when_unused()
 
 
 def _result(header: Mapping[str, Any], blobs: Sequence[bytes], most: float) -> CodeResult | None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from rayloop.core.failures import EnvironmentFailed
+from rayloop.core.threads import in_thread
 from rayloop.envs.browser import processes
 from rayloop.envs.browser.containment import BrowserSettings, Confinement, Program
 from rayloop.sandbox.memory import beyond
@@ -88,8 +89,8 @@ class Chromium:
             async with asyncio.timeout(CLOSING if self.alive else 0.5):
                 await self.browser.close()
         self.kill()
-        # After the kill: the browser's user number is free only without its processes.
-        self._program.close()
+        # After the kill: this waits until the browser's processes have ended, and other pages must not wait for that.
+        await in_thread(self._program.close, timeout=CLOSING)
 
     def kill(self) -> None:
         """All its processes: they share a process-id namespace, or descend from the one that was started."""
@@ -119,7 +120,7 @@ async def launch(playwright: Any, settings: BrowserSettings, held: Confinement) 
         # Playwright may have started it before it gave up; only the mark finds its process.
         if (pid := processes.marked(os.getpid(), mark)) is not None:
             _kill(pid)
-        program.close()
+        await in_thread(program.close, timeout=CLOSING)
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EnvironmentFailed(f"{settings.program} did not start ({held}): {first}") from error
     pid = processes.marked(os.getpid(), mark)

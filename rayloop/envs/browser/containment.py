@@ -105,10 +105,10 @@ class Program:
         self.path = f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
-        """Remove the executable, and give the user number back."""
+        """Remove the executable, and give the user number back after the browser's processes have ended."""
         os.close(self._file)
         if self._user is not None:
-            self._user.close()
+            self._user.close_when_unused()
 
     def _contained(self, program: str) -> list[str]:
         try:

@@ -178,7 +178,7 @@ class Desktop:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(DYING)
         for user in self._users:
-            user.close()
+            user.close_when_unused()
 
     def _start(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         users = [user.number for user in self._users]
