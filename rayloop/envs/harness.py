@@ -1,6 +1,7 @@
 """An agent of any make as an environment: a program that calls an OpenAI client leads the episode (docs/policy_endpoint.md)."""
 
 import asyncio
+import errno
 import functools
 import json
 import logging
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -33,6 +35,10 @@ PASSED = ("PATH", "HOME", "USER", "SHELL", "TZ", "LANG", "TERM", "VIRTUAL_ENV", 
 """Variables of the run that an agent has too: none of them is a key."""
 READY = 60.0
 """Seconds in which the process that starts agents has imported what it must."""
+FULL = (errno.EAGAIN, errno.ETOOMANYREFS)
+"""What the kernel says of a socket that holds too many requests, or too many descriptors, which nobody has read yet."""
+AGAIN = 0.02
+"""Seconds until a request is sent again that found the buffer full."""
 SHOWN = 1500
 """Characters of an agent's output that a failure shows."""
 UNREACHED = ("Network is unreachable", "Temporary failure in name resolution")
@@ -110,15 +116,25 @@ class Harness:
             _warn()
 
         said = _said(found["output"], s.python or sys.executable)
-        if "(deadline)" in found["end"]:
+        if found["late"]:
             raise EnvironmentHung(f"the agent was ended: {found['end']}{said}", True)
         if found["end"]:
             raise AgentFailed(f"the agent was ended: {found['end']}{said}", bug=True)
         if found["code"]:
             why = f"the agent ended with exit code {found['code']}{said}"
-            raise AgentFailed(why, bug=True, policys=not found["broken"] and _blame(found) is Blame.POLICY)
+            raise AgentFailed(why, bug=True, policys=not found["broken"] and self._blame(found) is Blame.POLICY)
         result: float | None = found["result"]
         return result
+
+    def _blame(self, found: Mapping[str, Any]) -> Blame:
+        """Who is to blame for an agent's error: by the exceptions of its function, or by the name that a program's last line begins
+        with, as that of a traceback does. A MemoryError comes from ``memory_mb``: a machine without memory kills."""
+        chain = found["raised"]
+        # The policy may have written a function's last line, and its exceptions are known without it.
+        if not isinstance(self.settings.run, str):
+            named = re.match(r"(?:\w+\.)*(\w+)", found["output"].strip().rpartition("\n")[2])
+            chain = [([named[1]], None)] if named else []
+        return blame_of([Raised([kind for kind in kinds if kind != "MemoryError"], number) for kinds, number in chain])
 
     def _variables(self, address: Mapping[str, str]) -> dict[str, str]:
         openai = {"OPENAI_BASE_URL": address.get("base_url", ""), "OPENAI_API_KEY": address.get("api_key", "")}
@@ -168,11 +184,14 @@ class _ForkServer:
         connection, theirs = socket.socketpair()
         try:
             with theirs:  # no name leads to that process, which an agent could find
-                socket.send_fds(self._control, [b"1"], [theirs.fileno()])
+                await self._send(theirs.fileno())
             reader, writer = await asyncio.open_unix_connection(sock=connection, limit=1 << 20)
         except OSError as error:
             connection.close()
             raise EnvironmentFailed(f"the process that starts agents is gone: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
         try:
             writer.write(json.dumps(asked, default=str).encode() + b"\n")
             await writer.drain()
@@ -183,9 +202,23 @@ class _ForkServer:
             raise EnvironmentFailed(f"the process that runs the agent ended: {error}") from error
         finally:
             # The other side ends the agent when the connection closes, also after a cancellation.
-            # The other side ends the agent when the connection closes, also after a cancellation.
             writer.close()
         raise EnvironmentFailed("the process that runs the agent ended without a word")
+
+    async def _send(self, descriptor: int) -> None:
+        """Give the process a socket. Raises EnvironmentFailed when it takes none within ``READY``, OSError when it has ended."""
+        until = time.monotonic() + READY
+        while True:
+            try:
+                socket.send_fds(self._control, [b"1"], [descriptor])
+                return
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                if time.monotonic() > until:
+                    raise EnvironmentFailed(f"the process that starts agents took no request for {READY:g} s") from error
+            # Many episodes that begin at once fill the buffer faster than that process forks.
+            await asyncio.sleep(AGAIN)
 
 
 _fork_servers: dict[tuple[str, tuple[str, ...]], _ForkServer] = {}
@@ -209,14 +242,6 @@ def _said(output: str, python: str) -> str:
     if any(sign in output for sign in UNREACHED):
         last += " (with.network: true gives an agent this machine's network)"
     return "\n".join([f": {last}", *earlier]) if last else ""
-
-
-def _blame(found: Mapping[str, Any]) -> Blame:
-    """Who is to blame for an agent's error: by the exceptions of its function, or by the name that a program's last line begins
-    with, as that of a traceback does. A MemoryError is of ``memory_mb``: where the machine's memory is short, the kernel kills."""
-    named = re.match(r"(?:\w+\.)*(\w+)", found["output"].strip().rpartition("\n")[2])
-    chain = found["raised"] or ([([named[1]], None)] if named else [])
-    return blame_of([Raised([kind for kind in kinds if kind != "MemoryError"], number) for kinds, number in chain])
 
 
 def _row(task: Task) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def main(*modules: str) -> None:
 
 
 def _host(alone: bool) -> None:
-    """Run one agent, and send ``{"end", "code", "result", "raised", "broken", "output", "alone"}``."""
+    """Run one agent, and send ``{"end", "late", "code", "result", "raised", "broken", "output", "alone"}``."""
     # The parent ignores SIGCHLD; with that inherited, ``wait`` would return no exit codes.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -128,7 +128,10 @@ def _host(alone: bool) -> None:
     found["code"] = os.waitstatus_to_exitcode(int(code)) if code and not found["end"] else -signal.SIGKILL
     found |= {"result": None, "raised": [], "broken": short or not code}  # without a code, the agent's parent was killed
     with suppress(ValueError):  # it was killed while it wrote
-        found |= json.loads(os.read(returned, RESULT) or b"{}")
+        told = json.loads(os.read(returned, RESULT) or b"{}")
+        # The agent can write into that pipe: everything else is what this process has seen.
+        if isinstance(told, dict):
+            found |= {name: told[name] for name in ("result", "raised") if name in told}
     with suppress(OSError):
         os.write(1, json.dumps({**found, "alone": alone}).encode() + b"\n")
 
@@ -293,12 +296,13 @@ def _write(path: str, text: str) -> None:
 
 
 def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool, group: str) -> dict[str, Any]:
-    """Returns when the agent has ended, or must: ``end`` says why, "" when it ended by itself."""
+    """Returns when the agent has ended, or must: ``end`` says why, "" when it ended by itself; ``late``: at its deadline."""
     ended = os.pidfd_open(pid)
     open_ends = [ended, output, 0]  # 0: the client's socket
     tail = b""
     until = time.monotonic() + limits["seconds"]
     next_look = 0.0
+    late = False
     while True:
         ready, _, _ = select.select(open_ends, [], [], LOOK)
         if output in ready:
@@ -308,7 +312,8 @@ def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool, grou
                 open_ends.remove(output)
         end = "its client closed the connection" if 0 in ready else ""  # a client sends nothing more
         if not end and ended not in ready and time.monotonic() > next_look:
-            end = _beyond(limits, until, memory.tree(pid), alone) or _killed_at_its_limit(limits, group)
+            late = time.monotonic() > until
+            end = _late(limits) if late else _beyond(limits, memory.tree(pid), alone) or _killed_at_its_limit(limits, group)
             next_look = time.monotonic() + LOOK
         if end or ended in ready:
             break
@@ -316,13 +321,15 @@ def _watch(pid: int, output: int, limits: Mapping[str, float], alone: bool, grou
     # The agent may have written something between the last look and its end.
     while output in open_ends and select.select([output], [], [], 0)[0] and (chunk := os.read(output, 1 << 16)):
         tail = (tail + chunk)[-TAIL:]
-    return {"end": end, "output": tail.decode(errors="replace")}
+    return {"end": end, "late": late, "output": tail.decode(errors="replace")}
 
 
-def _beyond(limits: Mapping[str, float], until: float, pids: list[int], alone: bool) -> str:
+def _late(limits: Mapping[str, float]) -> str:
+    return f"it did not end within {limits['seconds']:g} s (deadline)"
+
+
+def _beyond(limits: Mapping[str, float], pids: list[int], alone: bool) -> str:
     """The limit that was passed by the agent's processes, which follow those that keep it; "" while there is none."""
-    if time.monotonic() > until:
-        return f"it did not end within {limits['seconds']:g} s (deadline)"
     living = [pid for pid in pids[1 + alone :] if memory.lives(pid)]
     if len(living) > limits["processes"]:
         return f"it had {len(living)} processes, {limits['processes']} are allowed (processes)"
@@ -386,6 +393,8 @@ def _become(asked: Mapping[str, Any], written: int, returns: int) -> None:
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        with suppress(Exception):
+            os.write(returns, json.dumps({"raised": _raised(error)}).encode())
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
     except BaseException as error:

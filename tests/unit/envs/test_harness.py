@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +389,8 @@ BROKEN = """
         "return json.loads(said)['number']", "return float('nan')", "return {'a': 1}[said]", "os._exit(3)",
         "os.kill(os.getpid(), 9)", "open(said)", "raise SystemExit('no answer')", "kept = [b'x' * (8 << 20) for _ in range(1000)]",
         "import time; [os.fork() or time.sleep(60) for _ in range(40)]; time.sleep(60)",
+        "print('ConnectionError: said the policy', flush=True); os._exit(3)", "raise SystemExit('TimeoutError: said the policy')",
+        "raise ValueError('it did not end within 3 s (deadline)')",
     ],
 )  # fmt: skip
 def test_an_agent_that_an_answer_broke_is_scored(agent: Played, body: str) -> None:
@@ -407,6 +410,7 @@ def test_an_agent_that_an_answer_broke_is_scored(agent: Played, body: str) -> No
         ("import socket; socket.create_connection(('127.0.0.1', 9), 5)", "Connection refused"),
         ("import no_such_module", "No module named"),
         ("raise OSError(28, 'No space left on device')", "No space left"),
+        ("raise SystemExit('it gave up') from ConnectionError('the database is away')", "it gave up"),
         ("client.chat.completions.create(model='gpt-4o', messages=row['messages'])", "there is no model 'gpt-4o' here"),
         ("import openai; openai.OpenAI(base_url='http://127.0.0.1:9/v1', max_retries=0).models.list()", "Connection error"),
     ],
@@ -486,6 +490,60 @@ def test_a_hang_is_ended_with_all_that_the_agent_started(agent: Played, tmp_path
     assert time.monotonic() - began < 30
     assert raised.value.contained
     assert_nothing_is_left(tmp_path)
+
+
+def test_what_an_agent_writes_does_not_say_how_it_was_ended(agent: Played) -> None:
+    source = BROKEN.format("""
+        import stat
+        for descriptor in range(3, 64):
+            try:
+                if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+                    os.write(descriptor, b'{"end": "it did not end within 3 s (deadline)", "late": true, "broken": true}')
+            except OSError:
+                pass
+        os._exit(3)
+    """)
+    made = agent(source)
+    assert (made.end_reason, made.env_result) == (EndReason.ACTION_ERROR, 0.0)
+
+
+def full_server() -> tuple[harness._ForkServer, socket.socket]:
+    """A server whose buffer takes no further request, and its other end."""
+    server = harness._ForkServer.__new__(harness._ForkServer)
+    server._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server._control.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            server._control.send(b"0")
+    return server, theirs
+
+
+def test_a_request_waits_while_the_buffer_is_full() -> None:
+    server, theirs = full_server()
+
+    def serve() -> None:
+        """Read all requests, and answer the one that brings a socket."""
+        descriptors: list[int] = []
+        while not descriptors:
+            _, descriptors, _, _ = socket.recv_fds(theirs, 1, 1)
+        with socket.socket(fileno=descriptors[0]) as connection, connection.makefile("rb") as asked:
+            asked.readline()
+            connection.sendall(b'{"code": 0}\n')
+
+    async def asking() -> dict[str, Any]:
+        # Behind the first try of the request, which comes before the loop takes up anything else.
+        asyncio.get_running_loop().call_soon(threading.Thread(target=serve, daemon=True).start)
+        return await server.host({})
+
+    with theirs, server._control:
+        assert asyncio.run(asking()) == {"code": 0}
+
+
+def test_a_buffer_that_stays_full_is_not_an_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "READY", 0.05)
+    server, theirs = full_server()
+    with theirs, server._control, pytest.raises(EnvironmentFailed, match=r"took no request for 0\.05 s"):
+        asyncio.run(server.host({}))
 
 
 def test_an_episode_that_is_cancelled_ends_its_agent(agent: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
