@@ -4,7 +4,6 @@ import errno
 import os
 import secrets
 import shutil
-import socket
 import stat
 import sys
 import time
@@ -69,24 +68,38 @@ def check_sum(name: str, file: IO[bytes], expected: Checksum) -> None:
 
 def write_whole(path: Path, data: bytes, *, mode: int | None = None, durable: bool = True) -> None:
     """Replace a file: a reader sees the old content or the new one, never a part. ``mode`` overrides the umask. ``durable``: it is
-    on the disk when this returns. Raises OSError, with the old content still there."""
-    # Host and process are in the name: two nodes may write one file of a shared folder at once.
-    aside = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    on the disk under its name when this returns. Raises OSError, with the old content still there unless only the sync of the
+    folder failed."""
+    aside = _beside(path)
     try:
-        with open(aside, "wb", opener=lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)) as file:
-            file.write(data)
-            if mode is not None:
-                # The umask cuts the mode of ``open``.
-                os.fchmod(file.fileno(), mode)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
+        _write_new(aside, data, mode, durable)
         # The rename is atomic within a file system, which
         # is why the new file is in the same folder.
         os.replace(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+    if durable:
+        # POSIX makes a rename durable only with a sync of its folder.
+        sync(path.parent)
+
+
+def _beside(path: Path) -> Path:
+    """The name of a new file in the same folder. It is random, since two threads, or two containers whose processes have one
+    number, may write the same file at once."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+
+
+def _write_new(path: Path, data: bytes, mode: int | None, durable: bool) -> None:
+    """Write a file that does not exist yet. ``mode`` and ``durable`` are those of ``write_whole``. Raises OSError."""
+    with open(path, "xb", opener=lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)) as file:
+        file.write(data)
+        if mode is not None:
+            # The umask cuts the mode of ``open``.
+            os.fchmod(file.fileno(), mode)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 @contextmanager
@@ -206,6 +219,10 @@ def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # With EINVAL a file system says that it has no sync of folders.
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 
@@ -223,21 +240,32 @@ def trusted(path: Path, what: str, others: int = 0o022) -> None:
 
 
 def new_secret(path: Path, what: str) -> Path:
-    """Write a secret readable by its owner only, unless one that is ``trusted`` is there. Raises ConfigError."""
+    """Write a secret readable by its owner only, unless one that is ``trusted`` is there. The file appears with its content, and
+    of several processes that call this at once, the first one decides the secret. Raises ConfigError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        trusted(path, what, 0o077)
-        if path.stat().st_size:
-            return path
-        # An empty file is what a process leaves that ended between creating and writing it.
-        path.unlink(missing_ok=True)
-    with suppress(FileExistsError):
-        # O_EXCL lets one process win; the others then read its secret.
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    aside = _beside(path)
+    try:
+        with suppress(FileNotFoundError):
+            trusted(path, what, 0o077)
+            if path.stat().st_size:
+                return path
+            # An empty file holds no secret. Another process may have put one in its
+            # place by now: the file that this rename takes is looked at once more.
+            path.rename(aside)
+            if not aside.stat().st_size:
+                aside.unlink()
+        if not aside.exists():
+            _write_new(aside, secrets.token_urlsafe(32).encode(), 0o600, durable=True)
         try:
-            os.write(file, secrets.token_urlsafe(32).encode())
-        finally:
-            os.close(file)
+            # Unlike a rename, a link never replaces the secret of another process.
+            os.link(aside, path)
+        except FileExistsError:
+            trusted(path, what, 0o077)
+        except OSError:
+            # Some file systems have no hard links.
+            os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
     return path
 
 

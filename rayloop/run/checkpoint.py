@@ -365,7 +365,8 @@ class CheckpointStore:
         """What follows a complete checkpoint. Returns what failed: that costs no step, and the rest is done."""
 
         def name() -> None:
-            # POSIX makes a rename durable only with a sync of its folder.
+            # The checkpoint's own name first: ``latest`` must
+            # not survive a power loss without its folder.
             sync(self.folder)
             write_whole(self.folder / "latest", final.name.encode())
 

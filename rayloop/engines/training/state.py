@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from rayloop.core.failures import Damaged
-from rayloop.core.files import Checksum, check_sum, kind_of, sync, write_whole
+from rayloop.core.files import Checksum, check_sum, kind_of, write_whole
 from rayloop.engines.training import index
 from rayloop.engines.training.index import Piece, TensorEntry
 
@@ -55,6 +55,8 @@ def save(
         dcp.save(state, storage_writer=writer, process_group=group)
         path = Path(folder) / f"random_{rank}.safetensors"
         text = save_safetensors(_flat(random or random_state()))
+        # This also syncs the folder, after its last new name:
+        # a file survives a power cut only with its entry there.
         write_whole(path, text)
         return {**writer.sums, path.name: Checksum().then(text)}
     except (OSError, RuntimeError, ValueError, CheckpointException) as error:
@@ -156,8 +158,6 @@ class _Writer(_AnyFolder, StorageWriter):
         # state is still in memory, and not at the resume.
         index.read(text)
         write_whole(self._folder / index.FILE, text)
-        # A file survives a power cut only when its folder's entry is on the disk, too.
-        sync(self._folder)
         self.sums[index.FILE] = Checksum().then(text)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
-from rayloop.core.files import kind_of, write_whole
+from rayloop.core.files import kind_of, sync, write_whole
 from rayloop.core.signals import STOP, StopSignals, handling
 
 
@@ -39,6 +43,51 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     monkeypatch.undo()
     assert path.read_bytes() == b"old"
     assert [file.name for file in tmp_path.iterdir()] == ["head.json"]
+
+
+def test_two_threads_may_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread writes while the first one is about to rename."""
+    path, replace = tmp_path / "head.json", os.replace
+
+    def second(source: Path, target: Path) -> None:
+        monkeypatch.setattr(os, "replace", replace)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(write_whole, path, b"second").result()
+        assert path.read_bytes() == b"second"
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", second)
+    write_whole(path, b"first")
+    assert path.read_bytes() == b"first"
+    assert [file.name for file in tmp_path.iterdir()] == ["head.json"]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_durable_file_has_its_name_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool) -> None:
+    """The folder is synced after the rename: the sync of the file alone leaves the old content under the name."""
+    path, synced = tmp_path / "head.json", list[tuple[str, bool]]()
+
+    def record(handle: int) -> None:
+        synced.append(("folder" if stat.S_ISDIR(os.fstat(handle).st_mode) else "file", path.exists()))
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_whole(path, b"new", durable=durable)
+    assert synced == ([("file", False), ("folder", True)] if durable else [])
+
+
+@pytest.mark.parametrize(("number", "raises"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_only_a_folder_that_cannot_be_synced_is_left_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raises: bool
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=os.strerror(number)):
+        sync(tmp_path / "file")
+    with pytest.raises(OSError, match=os.strerror(number)) if raises else nullcontext():
+        sync(tmp_path)
 
 
 @pytest.mark.parametrize(("below", "kind"), [(OSError(28, "no space"), CheckpointStorageFailed), (ValueError(), CheckpointError)])
