@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import shutil
+import stat
 import tarfile
 import zlib
 from collections.abc import Callable
@@ -18,7 +20,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save
 
 from rayloop.core.failures import CheckpointError, CheckpointStorageFailed
-from rayloop.engines.training import state
+from rayloop.engines.training import index, state
+from rayloop.engines.training.index import Piece, TensorEntry, read, write
 
 OLD = Path(__file__).parents[1] / "data/checkpoints/schema_2/trainer"
 """``tensors(1)`` with 7 updates, as torch.distributed.checkpoint wrote them; ``.metadata.3_11_2`` as Python 3.11.2 pickles
@@ -147,6 +150,68 @@ def test_an_index_that_does_not_fit_its_tensors_is_refused(tmp_path: Path, chang
     (tmp_path / "index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"the trainer's state cannot be read: (its index|it is no index)"):
         state.load(str(tmp_path), tensors(0), 0)
+
+
+def rectangles(*pieces: tuple[tuple[int, ...], tuple[int, ...]], shape: tuple[int, ...]) -> bytes:
+    """The index of one tensor with a piece for each ``(at, shape)``."""
+    made = tuple(Piece(at, size, f"rank_{rank}.bin", 0, math.prod(size), 0) for rank, (at, size) in enumerate(pieces))
+    return write({"weight": TensorEntry("uint8", shape, made)})
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shape"),
+    [
+        ([((0,), (4,)), ((2,), (4,))], (8,)),
+        ([((0,), (4,)), ((3,), (0,)), ((2,), (4,))], (8,)),
+        ([((0,), (6,)), ((1,), (1,)), ((3,), (1,))], (8,)),
+        ([((0, 0), (2, 2)), ((1, 1), (2, 2)), ((2, 0), (1, 1))], (3, 3)),
+        ([((0, 0), (4, 2)), ((0, 1), (4, 2))], (4, 4)),
+    ],
+)
+def test_pieces_that_overlap_leave_a_gap_and_are_refused(pieces: Any, shape: tuple[int, ...]) -> None:
+    """Their sizes add up to the tensor's, and what no piece holds would keep the values of the start model."""
+    assert sum(math.prod(size) for _, size in pieces) == math.prod(shape)
+    with pytest.raises(ValueError, match="its index has values of weight twice, and others not at all"):
+        read(rectangles(*pieces, shape=shape))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "shape"),
+    [
+        ([((4,), (4,)), ((0,), (4,)), ((8,), (0,))], (8,)),
+        ([((0, 0), (4, 2)), ((0, 2), (4, 2))], (4, 4)),
+        ([((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))], (3, 3)),
+    ],
+)
+def test_pieces_that_only_touch_are_read(pieces: Any, shape: tuple[int, ...]) -> None:
+    assert len(read(rectangles(*pieces, shape=shape))["weight"].pieces) == len(pieces)
+
+
+@pytest.mark.parametrize("wide", [0, 1])
+def test_the_pieces_of_many_ranks_are_not_compared_each_with_each(monkeypatch: pytest.MonkeyPatch, wide: int) -> None:
+    ranks, compared, meet = 1000, list[int](), index._meet
+
+    def counted(one: Piece, other: Piece, axis: int) -> bool:
+        compared.append(axis)
+        return meet(one, other, axis)
+
+    monkeypatch.setattr(index, "_meet", counted)
+    pieces = [((rank, 0) if wide == 0 else (0, rank), (1, 3) if wide == 0 else (3, 1)) for rank in range(ranks)]
+    read(rectangles(*pieces, shape=(ranks, 3) if wide == 0 else (3, ranks)))
+    assert len(compared) <= 2 * ranks
+
+
+def test_the_folder_is_synced_after_its_last_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut must not take the name of a file whose checksum the driver has."""
+    known = list[set[str]]()
+
+    def record(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            known.append({file.name for file in tmp_path.iterdir()})
+
+    monkeypatch.setattr(os, "fsync", record)
+    sums = state.save(str(tmp_path), tensors(1), 0)
+    assert known[-1] == sums.keys() == {file.name for file in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("index", [b"", b"\x80\x05\x95", b".garbage"], ids=["empty", "cut", "noise"])

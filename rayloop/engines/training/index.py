@@ -93,7 +93,32 @@ def _checked(name: str, entry: TensorEntry) -> TensorEntry:
     covered = sum(math.prod(piece.shape) for piece in entry.pieces)
     if covered != math.prod(entry.shape) or len({piece.at for piece in entry.pieces}) != len(entry.pieces):
         raise ValueError(f"its index has {covered} of the {math.prod(entry.shape)} values of {name}")
+    # Pieces that overlap leave as many values out, since their sizes add up to the tensor's.
+    if shared := _overlap(entry):
+        raise ValueError(f"its index has values of {name} twice, and others not at all: {shared[0]} overlaps {shared[1]}")
     return entry
+
+
+def _overlap(entry: TensorEntry) -> tuple[Piece, Piece] | None:
+    """Two pieces that share a value of the tensor, or None."""
+    # Comparing each piece with every other one would take minutes for a thousand ranks. In the order of
+    # the dimension in which the tensor is cut most often, a piece has only the few before it to compare.
+    axis = max(range(len(entry.shape)), key=lambda axis: len({piece.at[axis] for piece in entry.pieces}), default=0)
+    near: list[Piece] = []
+    for piece in sorted(entry.pieces, key=lambda piece: piece.at[axis : axis + 1]):
+        near = [other for other in near if other.at[axis] + other.shape[axis] > piece.at[axis]]
+        for other in near:
+            if all(_meet(other, piece, one) for one in range(len(entry.shape))):
+                return other, piece
+        near.append(piece)
+    return None
+
+
+def _meet(one: Piece, other: Piece, axis: int) -> bool:
+    """Whether the two share an index of the dimension ``axis``. A piece without values shares none."""
+    begin = max(one.at[axis], other.at[axis])
+    end = min(one.at[axis] + one.shape[axis], other.at[axis] + other.shape[axis])
+    return begin < end
 
 
 def read_schema_2(file: IO[bytes]) -> dict[str, TensorEntry]:
