@@ -69,10 +69,13 @@ async def ended(run: Run, error: Exception) -> RayloopError:
     if stopped and not restored:
         return _recorded(run, run.origin.stopped(run.reporter.folder.last_step), error)
     # Before the version is that of the restored step, a checkpoint would have the version 0.0 and replace the one it came from.
-    why = await _save(run, end) if restored and (stopped or run.step > run.begun) else ""
+    saves = restored and (stopped or run.step > run.begun)
+    why = await _save(run, end) if saves else ""
 
     # Asked of the disk: a save beside training may have written this step before the end began.
     saved = run.saving.on_disk(run.version)
+    if saves and not saved and not why:
+        why = f"its checkpoint was written, but {run.origin.folder} does not have it in full now"
     if stopped:
         where = f"stopped at step {run.step} of {run.config.steps}"
         again = run.origin.again()

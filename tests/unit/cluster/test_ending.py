@@ -218,6 +218,27 @@ def test_storage_that_is_away_does_not_replace_the_end_of_a_stop(
     assert run.reported()["error"] == "NotSaved"
 
 
+@pytest.mark.parametrize("error", [Preempted("asked to stop"), RolesExhausted("no engine")], ids=lambda error: type(error).__name__)
+def test_a_checkpoint_that_vanished_after_it_was_written_is_named(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: RayloopError
+) -> None:
+    run = Driving(config, tmp_path / "run")
+    write = run.checkpoint
+
+    async def vanishes(last: bool = False) -> None:
+        await write(last)
+        run.folder.rename(tmp_path / "away")
+
+    monkeypatch.setattr(run, "checkpoint", vanishes)
+    if isinstance(error, Preempted):
+        run.stopping.set()
+    end = run.ends(error)
+    said = "".join([str(end), *getattr(end, "__notes__", [])])
+    assert type(end) is (NotSaved if isinstance(error, Preempted) else type(error))
+    assert f"not saved: its checkpoint was written, but {run.origin.folder} does not have it in full now; run again" in said
+    assert "which one that is cannot be seen now" in said
+
+
 def test_what_nobody_foresaw_is_typed_saved_and_keeps_its_traceback(config: RunConfig, tmp_path: Path) -> None:
     run = Driving(config, tmp_path / "run")
     try:
