@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rayloop.core.files import write_whole
+
 
 def having(module: str) -> list[str]:
     """The recipes that have this module, sorted."""
@@ -38,6 +40,6 @@ def write_rows(out: Path, split: str, rows: Iterable[Mapping[str, Any]]) -> Path
     file = out / f"{split}.jsonl"
     lines = [json.dumps(row) + "\n" for row in rows]
     out.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(lines), encoding="utf-8")
+    write_whole(file, "".join(lines).encode())
     print(f"{file}: {len(lines)} rows")
     return file

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from rayloop.core import incidents
 from rayloop.core.deadlines import with_deadline
 from rayloop.core.events import Event
 from rayloop.core.failures import ConfigError, RayloopError
-from rayloop.core.files import needed
+from rayloop.core.files import needed, write_whole
 from rayloop.core.groups import Member
 from rayloop.core.model_files import resolve
 from rayloop.core.types import Task
@@ -100,11 +100,11 @@ def evaluate(
         "identity": identity, "data": data, **summarise(items, len(wanted) - len(items) + len(blinds)),
         **_more(config, tasks, items),
     }  # fmt: skip
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    _write_json(out / "summary.json", summary)
 
     scored = {item.task: item.scores for item in items if item.arm == RIGHT and item.sample == 0}
     results = {"benchmark": benchmark, "model": config.model.path, **summary, "tasks": scored}
-    (out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    _write_json(out / "results.json", results)
 
     print("\n".join([*table(summary), *([f"the first without a score: {why}"] if why else [])]))
     return 1 if summary["unscored"] else 0
@@ -261,4 +261,8 @@ def _claim(file: Path, identity: dict[str, str], *, empty: bool) -> None:
     if not empty and file.exists() and (before := json.loads(file.read_text(encoding="utf-8"))) != identity:
         changed = ", ".join(name for name in identity if before.get(name) != identity[name])
         raise ConfigError(f"{file.parent} holds an evaluation with another {changed}; name another folder with --out")
-    file.write_text(json.dumps(identity) + "\n", encoding="utf-8")
+    write_whole(file, (json.dumps(identity) + "\n").encode())
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    write_whole(file, (json.dumps(value, indent=1) + "\n").encode())

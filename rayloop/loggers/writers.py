@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rayloop.core.files import write_whole
+
 
 class TensorBoard:
     """Scalars in an event file of its own below ``folder``, which TensorBoard reads together with those of earlier drivers."""
@@ -53,7 +55,7 @@ class Wandb:
         folder.mkdir(exist_ok=True)
         known = folder / "id"
         if not known.exists():
-            known.write_text(secrets.token_hex(4), encoding="utf-8")
+            write_whole(known, secrets.token_hex(4).encode())
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "rayloop"), name=name, config=dict(config),
             id=known.read_text(encoding="utf-8"), resume="allow", dir=str(folder.parent),

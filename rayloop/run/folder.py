@@ -107,9 +107,11 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Keep the expanded configuration; the one of an earlier attempt stays beside it when it differs."""
         with needed(self.config):
-            if self.config.exists() and self.config.read_text(encoding="utf-8") != text:
-                self.config.rename(_aside(self.config))
-            self.config.write_text(text, encoding="utf-8")
+            before = self.config.read_bytes() if self.config.exists() else text.encode()
+            # A copy and no rename, so that the folder has a configuration at every moment.
+            if before != text.encode():
+                write_whole(_aside(self.config), before)
+            write_whole(self.config, text.encode())
 
     def write_replay(self, step: int, stats: Mapping[str, Any]) -> None:
         """What the replay buffer held at ``step``, in place of what was known of it before."""

@@ -2,6 +2,7 @@
 the policy gradient with advantage 1 at ratio 1. cluster/stages/sft.py runs the stage."""
 
 import random
+import tempfile
 import time
 from collections.abc import Iterable
 from itertools import groupby
@@ -125,7 +126,8 @@ def _texts(messages: Iterable[Message]) -> list[str]:
 
 def make_tiny(config: SftConfig) -> None:
     """Make the model of ``config.tiny`` unless it is there. Raises ConfigError, DataFailure."""
-    if config.tiny is None or Path(config.model.path).exists():
+    path = Path(config.model.path)
+    if config.tiny is None or path.exists():
         return
     from rayloop.engines.tiny_vlm import write_tiny_vlm
 
@@ -133,10 +135,14 @@ def make_tiny(config: SftConfig) -> None:
     answers = built(config.answers)
     rng = random.Random(config.seed)
     texts = [text for task in dataset for text in _texts((*task.messages, *checked(answers.answer(task, rng), task)))]
-    write_tiny_vlm(
-        config.model.path, texts, vision=config.tiny.vision, seed=config.seed, extra_tokens=getattr(answers, "tokens", ()),
-        image_mean=config.tiny.image_mean, image_std=config.tiny.image_std, **config.tiny.sizes,
-    )  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as aside:
+        made = write_tiny_vlm(
+            Path(aside) / "model", texts, vision=config.tiny.vision, seed=config.seed, extra_tokens=getattr(answers, "tokens", ()),
+            image_mean=config.tiny.image_mean, image_std=config.tiny.image_std, **config.tiny.sizes,
+        )  # fmt: skip
+        # Renamed when it is whole: a later start takes the folder for the model without looking into it.
+        made.rename(path)
 
 
 class SftProgress:

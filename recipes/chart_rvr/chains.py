@@ -87,7 +87,7 @@ def _end_of_a_line(file: Path) -> None:
     """Cut what a kill left of a line."""
     text = file.read_bytes() if file.is_file() else b""
     if text and not text.endswith(b"\n"):
-        file.write_bytes(text[: text.rfind(b"\n") + 1])
+        write_whole(file, text[: text.rfind(b"\n") + 1])
 
 
 def _wanted(file: Path, most: int | None) -> Iterator[dict[str, Any]]:

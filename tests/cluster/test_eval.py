@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from rayloop.core.types import EndReason, PromptImage, Sampling, Summary, Task, 
 from rayloop.measure.controls import BLIND, OTHER, RIGHT, SAME, SAMPLED, Item
 from rayloop.run.config import RunConfig
 from rayloop.run.held_out import Play, read_items
+from rayloop.run.records.jsonl import JsonLines
 from tests.engines.prompts import engine, image, prompt, vision_tokens
 from tests.support.runs import ROOT, finished, settings
+from tests.support.storage import full
 
 pytestmark = pytest.mark.timeout(600)
 DATA = ROOT / "tests/data/grounding"
@@ -142,6 +144,33 @@ def test_an_evaluation_of_which_nothing_can_be_scored_ends_with_the_reason(
             run_evaluation(one, config.data.train, tmp_path / "out", controls=True, samples=0, address=None, temporary=None)
         assert "shows an image: --controls has no wrong image to play" in capsys.readouterr().out
     assert not (tmp_path / "out/results.json").exists()
+
+
+@pytest.mark.parametrize("name", ["identity.json", "summary.json", "results.json"])
+def test_a_full_disk_leaves_the_files_of_the_former_evaluation_whole(
+    tmp_path: Path, digits_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    config = RunConfig.model_validate(settings(tmp_path, digits_model))
+
+    def play(config: RunConfig, out: Path, missing: list[Play], retries: int) -> str:
+        items = JsonLines(out / "items.jsonl")
+        for one in missing:
+            items.append(asdict(Item(one.arm, one.task.id, "", one.sample, reward=1.0)))
+        items.close()
+        return ""
+
+    def evaluated() -> None:
+        run_evaluation(config, config.data.train, tmp_path / "out", controls=False, samples=0, address=None, temporary=None)
+
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate._play", play)
+    monkeypatch.setattr("rayloop.cluster.stages.evaluate.session", lambda *_, **__: nullcontext())
+    evaluated()
+    file = tmp_path / "out" / name
+    before = file.read_bytes()
+    with full(len(before) - 1), pytest.raises(OSError, match="File too large"):
+        evaluated()
+    assert file.read_bytes() == before
+    assert "0 of them on record" in capsys.readouterr().out
 
 
 def test_answers_that_were_cut_are_played_again_with_twice_the_room(

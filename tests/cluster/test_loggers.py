@@ -23,6 +23,7 @@ from rayloop.run.folder import RunFolder
 from rayloop.run.preflight import preflight
 from tests.cluster.test_preflight import config
 from tests.support.runs import ROOT, eventually
+from tests.support.storage import full
 
 GOOD, BAD = TensorBoardSettings(), WandbSettings()
 STEP = {"step": 1.0, "reward/mean": 0.5}
@@ -277,6 +278,8 @@ def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeyp
     monkeypatch.setitem(sys.modules, "wandb", fake)
     folder = RunFolder.at(tmp_path)
     chosen = WandbSettings()
+    with full(3), pytest.raises(OSError, match="File too large"):
+        logged(chosen, folder)
     logged(chosen, folder, (1, 0.1), (2, 0.2))
     logged(chosen, folder, (2, 0.3))
     assert [(name, value) for name, value in calls if name != "init"] == [
@@ -286,6 +289,7 @@ def test_wandb_continues_one_run_by_the_id_in_the_folder(tmp_path: Path, monkeyp
     first, second = (options for name, options in calls if name == "init")
     assert first == second
     assert first["id"] == (tmp_path / "wandb" / "id").read_text(encoding="utf-8")
+    assert len(first["id"]) == 8, "a full disk left no part of an id"
     assert {k: first[k] for k in ("project", "name", "config", "resume", "dir")} == {
         "project": "rayloop", "name": "run", "config": {"seed": 0},
         "resume": "allow", "dir": str(tmp_path),

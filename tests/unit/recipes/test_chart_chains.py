@@ -17,7 +17,9 @@ from rayloop.cli import main
 from rayloop.core.failures import DataFailure
 from rayloop.data.dataset import Dataset
 from rayloop.recipes.chart_rvr import chains
+from rayloop.recipes.chart_rvr.chains import _end_of_a_line
 from rayloop.recipes.chart_rvr.data import ChartAnswers, ChartRows
+from tests.support.storage import full
 from tests.unit.data.test_published import png
 
 GOOD = (
@@ -125,6 +127,17 @@ def test_a_line_that_a_kill_left_is_asked_for_again(rows: Path) -> None:
     assert len(asked) == 3
     lines = (rows / "out/train.jsonl").read_text(encoding="utf-8").splitlines()
     assert sorted(json.loads(line)["id"] for line in lines) == ["r0", "r1", "r2"]
+
+
+def test_the_lines_that_a_teacher_was_paid_for_survive_a_full_disk(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"id": "r0"}\n{"id": "r1", "ima', encoding="utf-8")
+    before = file.read_bytes()
+    with full(5), pytest.raises(OSError, match="File too large"):
+        _end_of_a_line(file)
+    assert file.read_bytes() == before
+    _end_of_a_line(file)
+    assert file.read_text(encoding="utf-8") == '{"id": "r0"}\n'
 
 
 def test_no_row_at_all_fails_with_the_reasons(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,13 @@ from rayloop.core.protocols import ScoreContext
 from rayloop.core.types import EndReason, ImageSource, Sampling, Task, Trajectory, TrajectoryId
 from rayloop.data.dataset import Dataset
 from rayloop.data.images import probe
+from rayloop.recipes import write_rows
 from rayloop.recipes.arc_vision.boxes import click_hits, iou, parse_box
 from rayloop.recipes.arc_vision.data import Box, GroundingRows
 from rayloop.recipes.arc_vision.reward import IoUReward
 from rayloop.recipes.digits.data import DigitRows, SortReward, rows
 from rayloop.recipes.digits.prepare import main
+from tests.support.storage import full
 
 ROOT = Path(__file__).parents[3]
 GROUNDING = Path(__file__).parents[2] / "data" / "grounding"
@@ -32,6 +34,14 @@ PLAYED = Trajectory(TrajectoryId(0, 0), 0, "t", 0, (), Sampling(), EndReason.DON
 def grounding(split: str, **settings: Any) -> Dataset:
     reader = Component.model_validate({"use": "rayloop.recipes.arc_vision.data:GroundingRows", "with": settings}).build()
     return Dataset(GROUNDING / f"{split}.jsonl", reader, True, lambda failure: None)
+
+
+def test_rows_on_a_full_disk_leave_the_former_ones(tmp_path: Path) -> None:
+    """Half of a file of rows would be a smaller data set."""
+    file = write_rows(tmp_path, "train", [{"id": 1}])
+    with full(file.stat().st_size), pytest.raises(OSError, match="File too large"):
+        write_rows(tmp_path, "train", [{"id": 2}, {"id": 3}])
+    assert file.read_text(encoding="utf-8") == '{"id": 1}\n'
 
 
 @pytest.mark.parametrize(("split", "count"), [("train", 24), ("test", 8)])

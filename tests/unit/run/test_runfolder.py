@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from rayloop.run import lock
 from rayloop.run.folder import RESTARTS, RunFolder, _ends, rollout_record
 from rayloop.run.lock import Holder, RunLock
 from rayloop.run.records.jsonl import JsonLines
+from tests.support.storage import full
 
 HOLD = """
 import sys
@@ -277,17 +275,6 @@ def test_what_the_replay_buffer_holds_is_that_of_the_last_step(tmp_path: Path) -
     assert (found["step"], found["stored"], found["per_task"]) == (2, 2, {"a": {"stored": 2}})
 
 
-@contextmanager
-def full(bytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond so many bytes, as on a disk that is full within a line."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_records_that_a_full_disk_refuses_are_written_when_there_is_room(tmp_path: Path) -> None:
     lines = JsonLines(tmp_path / "events.jsonl")
     lines.append({"n": 0})
@@ -319,3 +306,15 @@ def test_a_full_disk_at_the_start_is_a_typed_error(tmp_path: Path) -> None:
         pass
     with folder.acquired(), full(3), pytest.raises(StorageFailed, match=r"config\.yaml cannot be used: File too large"):
         folder.write_config("steps: 3\n")
+
+
+def test_a_configuration_that_is_replaced_is_there_at_every_moment(tmp_path: Path) -> None:
+    folder, longer = RunFolder(tmp_path, "run"), "steps: 30000\n"
+    with folder.acquired():
+        folder.write_config("steps: 3\n")
+        with full(len(longer) - 1), pytest.raises(StorageFailed, match="File too large"):
+            folder.write_config(longer)
+        assert folder.config.read_text(encoding="utf-8") == "steps: 3\n"
+        folder.write_config(longer)
+        assert folder.config.read_text(encoding="utf-8") == longer
+        assert {file.read_text(encoding="utf-8") for file in folder.path.glob("config.yaml.attempt-*")} == {"steps: 3\n"}
