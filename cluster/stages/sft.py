@@ -51,10 +51,18 @@ def sft(config: SftConfig, address: str | None, temporary: str | None) -> int:
     ):
         # ``max_failures`` already counts restarts; retries of Ray's task would come on top.
         _follow(ray.remote(num_cpus=0, max_retries=0)(_fit).remote(config), folder / PROGRESS, stop)
-    # Only at the end: until the model is written, a restart continues from them.
-    shutil.rmtree(folder / CHECKPOINTS)
+    _remove(folder / CHECKPOINTS)
     print(f"wrote {config.output}")
     return 0
+
+
+def _remove(checkpoints: Path) -> None:
+    """Remove the stage's checkpoints. Call it only at the end: until the model is written, a restart continues from them."""
+    try:
+        shutil.rmtree(checkpoints)
+    except OSError as error:
+        # The model is written, so this does not fail the stage.
+        print(f"{checkpoints} could not be removed: {error}. Remove it: another start of the stage would continue from it")
 
 
 def _follow(running: Any, path: Path, stop: StopSignals) -> None:
@@ -250,7 +258,7 @@ class Rank:
             save_model(source, folder, {name: t.to(dtype) for name, t in tensors.items()}, limits=self.config.model)
 
     def _checkpoint(self, report: dict[str, float]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             self.engine.save(folder)  # every rank writes its part, and Ray Train puts them together
             if self.rank == 0:
                 state = {

@@ -73,7 +73,7 @@ def _export_checkpoint(checkpoint: Checkpoint, out: Path, dtype: str) -> None:
             hint = f"The run was started in {base}, and it is not there either"
         raise ConfigError(f"{error} (seen from {Path.cwd()}). {hint}") from error
 
-    with tempfile.TemporaryDirectory() as meeting:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as meeting:
         engine = FsdpEngine(
             config.model, config.policy.engine, config.policy.optimizer, config.policy.loss,
             rank=0, world_size=1, init_method=f"file://{meeting}/store", seed=config.seed,
@@ -135,7 +135,7 @@ def model_of(source: Path, kept: Path) -> Path:
     if not is_model(target):
         shutil.rmtree(target, ignore_errors=True)
         kept.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept) as aside:
+        with tempfile.TemporaryDirectory(dir=kept, ignore_cleanup_errors=True) as aside:
             write(Path(aside) / "model", "float32")
             # Renamed when it is whole: an interrupted export must not pass for a model.
             (Path(aside) / "model").rename(target)

@@ -12,9 +12,10 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rayloop.cluster.stages.sft import CHECKPOINTS, RUN, _identity
+from rayloop.cluster.stages.sft import CHECKPOINTS, RUN, _identity, sft
 from rayloop.core.types import derive
 from rayloop.data.dataset import Dataset
 from rayloop.engines.settings import ModelSettings
@@ -34,6 +35,7 @@ from rayloop.engines.training.scorer import FrozenScorer
 from rayloop.recipes.digits.prepare import main as prepare
 from rayloop.sft.stage import Examples, SftConfig, SftProgress, make_tiny
 from tests.support.runs import ROOT, TAG, eventually, tagged
+from tests.support.storage import keeps_folders
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -273,3 +275,42 @@ def test_a_tiny_model_is_made_as_configured(tmp_path: Path) -> None:
     }
     assert made["preprocessor_config.json"]["image_mean"] == [0.9, 0.8, 0.7]
     assert made["config.json"]["text_config"]["num_hidden_layers"] == 2
+
+
+def test_a_tiny_model_that_was_half_written_is_made_again(
+    tmp_path: Path, digits_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tmp_path / "models/tiny"
+    stage = SftConfig.model_validate({**config(folder, made, "out"), "tiny": {"vision": False, "sizes": {"layers": 1}}})
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            make_tiny(stage)
+    assert list(made.parent.iterdir()) == []
+    make_tiny(stage)
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {file.name for file in made.iterdir()}
+    assert list(made.parent.iterdir()) == [made]
+
+
+def test_checkpoints_that_cannot_be_removed_do_not_fail_a_stage_that_wrote_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = SftConfig.model_validate(config(tmp_path, tmp_path / "model", "out"))
+    checkpoints = tmp_path / "out" / RUN / CHECKPOINTS
+    checkpoints.mkdir(parents=True)
+    monkeypatch.setattr("rayloop.cluster.stages.sft.session", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("rayloop.cluster.stages.sft.ray.remote", lambda **_: lambda work: SimpleNamespace(remote=work))
+    monkeypatch.setattr("rayloop.cluster.stages.sft._fit", lambda given: None)
+    monkeypatch.setattr("rayloop.cluster.stages.sft._follow", lambda *_: None)
+    with monkeypatch.context() as patch:
+        keeps_folders(patch)
+        assert sft(stage, None, None) == 0
+    said = capsys.readouterr().out
+    assert f"{checkpoints} could not be removed: " in said
+    assert f"wrote {stage.output}" in said
+    assert sft(stage, None, None) == 0
+    assert not checkpoints.exists()

@@ -17,6 +17,7 @@ from rayloop.core.model_files import resolve
 from rayloop.engines.tiny_vlm import write_tiny_vlm
 from rayloop.run.export import model_of
 from tests.support.models import TEXTS
+from tests.support.storage import keeps_folders
 
 
 def adapters(base: Path, folder: Path, *, vision: bool = False) -> torch.nn.Module:
@@ -67,6 +68,16 @@ def test_an_evaluation_merges_the_same_adapters_once(tiny_text: Path, tmp_path: 
     settings = json.loads((tmp_path / "adapters" / "adapter_config.json").read_text(encoding="utf-8"))
     (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 1}), encoding="utf-8")
     assert model_of(tmp_path / "adapters", tmp_path / "kept") != first
+
+
+def test_a_model_that_was_exported_stays_where_its_temporary_folder_does(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters(tiny_text, tmp_path / "adapters")
+    with monkeypatch.context() as patch:
+        keeps_folders(patch)
+        made = model_of(tmp_path / "adapters", tmp_path / "kept")
+    assert AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
 
 
 def test_adapters_as_the_model_of_a_run_are_refused_with_the_command_that_merges_them(tiny_text: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from rayloop.engines.settings import EnginePlace, ModelSettings, OpenAiHttpEngin
 from rayloop.transports.manifest import manifest
 from tests.engines.prompts import engine, image, prompt, special
 from tests.support.openai_server import Server, serving
+from tests.support.storage import keeps_folders
 
 UPDATE = {"/load": {"model_path": "{folder}"}}
 
@@ -103,6 +104,23 @@ def test_published_weights_are_loaded_by_the_server(server: Server, tiny_text: P
             await served.load(manifest(Version(0, 3), weights), weights)
         with pytest.raises(WorkerLost, match="the last load failed"):
             await served.generate(asked, sampling)
+
+    run(play)
+
+
+def test_weights_are_loaded_though_those_of_the_last_version_cannot_be_removed(
+    server: Server, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = {n: t.clone() for n, t in hf_state(load_model(ModelSettings(path=str(tiny_text)))).items()}
+
+    async def play() -> None:
+        served = client(server, tiny_text, tmp_path, interface="tokens", update=UPDATE)
+        await served.load(manifest(Version(0, 1), weights), weights)
+        with monkeypatch.context() as patch:
+            keeps_folders(patch)
+            await served.load(manifest(Version(0, 2), weights), weights)
+        await served.load(manifest(Version(0, 3), weights), weights)
+        assert [folder.name for folder in (tmp_path / "server").iterdir()] == ["weights-0.3"]
 
     run(play)
 

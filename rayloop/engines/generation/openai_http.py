@@ -102,7 +102,7 @@ class OpenAiHttpEngine:
         verify(manifest, tensors)
         # No server needs the folder of the last version any more, and each has a model's size.
         for old in self._folder.glob("weights-*"):
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # the next load tries again
         save_model(self._model.path, target, tensors, limits=self._model)
 
     async def _tokens(self, prompt: TokenPrompt, sampling: Sampling, version: Version) -> Completion:
