@@ -51,6 +51,17 @@ def submit_split(
     return cast(tuple[Ref[R], *tuple[Ref[S], ...]], tuple(call.remote(*args, **kwargs)))
 
 
+def submit_numbered(
+    handle: Handle[A], number: int, returns: int, method: Callable[Concatenate[A, P], Any], *args: P.args, **kwargs: P.kwargs
+) -> Any:
+    """Begin a call that the actor runs once, however often it comes with the same number (``PolicyRank.numbered``). Returns one
+    reference, or a list of as many as the method ``returns`` values."""
+    untyped: Any = handle
+    # Ray shows a call, and the process that runs it, by this name.
+    call = untyped.numbered.options(name=method.__qualname__, num_returns=returns)
+    return call.remote(number, method.__name__, *args, **kwargs)
+
+
 def resolved(ref: Ref[R]) -> R:
     """A reference as an argument: the actor's method gets its value."""
     return cast(R, ref)

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import ray
 
 from rayloop.actors.base import Actor
 from rayloop.actors.failures import fetch
-from rayloop.core.failures import WorkerStartFailed
+from rayloop.core.failures import WorkerLost, WorkerStartFailed
 from rayloop.core.files import Checksum, appears
 from rayloop.core.groups import Credit, Group, Member
 from rayloop.core.model_files import resolve
@@ -130,13 +131,38 @@ class PolicyRank(Actor):
     """Whether a weight sync sends adapters alone."""
     _sent: Version | None = None
     """What was sent to a meeting last, until its copy is exported."""
+    _called = 0
+    """The number of the last numbered call."""
+    _answer: Future[Any] | None = None
+    """Its answer, until ``forget``."""
 
     def __init__(self, settings: RankSettings, rank: int, world_size: int) -> None:
         self.settings, self.rank, self.world_size = settings, rank, world_size
         self.sender: Sender[Any] | None = None
         self._meeting: Any = None
         self._fetched: tuple[Sequence[Sequence[Assignment]], Mapping[Any, Any], float] = ((), {}, 0.0)
-        self._trained: tuple[dict[str, float], Mapping[TrajectoryId, Any]] | None = None
+
+    def numbered(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method once for each number; numbers count up from 1. A number that comes again gets the same answer or error: it
+        was lost on its way, and the other ranks may have finished the collective. Raises WorkerLost when a number is missing."""
+        if number != self._called:
+            if number != self._called + 1:
+                # The other ranks may have run what this one has not, or run it in another order.
+                raise WorkerLost(f"call {number} ({method}) of policy rank {self.rank} came after call {self._called}")
+            self._called, self._answer = number, Future()
+            try:
+                self._answer.set_result(getattr(self, method)(*args, **kwargs))
+            except BaseException as error:
+                self._answer.set_exception(error)
+        # Ray runs the calls of a rank one by one, so that the first one has ended when it comes again.
+        if self._answer is None:
+            raise WorkerLost(f"the answer to call {number} ({method}) of policy rank {self.rank} is not kept any more")
+        return self._answer.result()
+
+    def forget(self, number: int) -> None:
+        """Free the answer to a numbered call, which has arrived."""
+        if number == self._called:
+            self._answer = None
 
     def address(self) -> Invitation | None:
         """Open the meeting of the ranks on a free port. None on all but the first rank. Raises WorkerStartFailed."""
@@ -193,15 +219,12 @@ class PolicyRank(Actor):
         began = time.perf_counter()
         assigned = [a for update in updates for a in update]
         found, gone = fetch([ref for a in assigned for ref in (a.payload, a.reference) if ref is not None])
-        self._fetched, self._trained = (updates, found, time.perf_counter() - began), None
+        self._fetched = updates, found, time.perf_counter() - began
         return [a.id for a in assigned if a.payload in gone or a.reference in gone]
 
     def train(self) -> tuple[dict[str, float], Mapping[TrajectoryId, Any]]:
         """Run the optimizer updates of the step whose share was fetched last. Returns metrics reduced over all ranks, and
-        ``rayloop.grpo.batch.TurnGaps`` of this rank's trajectories. Called again before the next ``fetch`` (the answer was lost on
-        its way), it returns the same and computes nothing."""
-        if self._trained is not None:
-            return self._trained
+        ``rayloop.grpo.batch.TurnGaps`` of this rank's trajectories."""
         # The arrays are views into Ray's object store:
         # kept, they would fill it until the next fetch.
         (updates, found, seconds), self._fetched = self._fetched, ((), {}, 0.0)
@@ -221,8 +244,7 @@ class PolicyRank(Actor):
             )
 
         report = self.engine.train([[item(a) for a in update] for update in updates])
-        self._trained = {**report, "timing_s/fetch": seconds}, self.engine.gaps
-        return self._trained
+        return {**report, "timing_s/fetch": seconds}, self.engine.gaps
 
     def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> list[dict[str, float]]:
         """Behaviour log-probs against the trainer's: one row of sums per trajectory that is not lost (``LogprobGap``)."""

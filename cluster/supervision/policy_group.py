@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray.exceptions import ActorUnavailableError
 
 from rayloop.actors.failures import FailureAction, action, brief, cause, is_lost
-from rayloop.actors.handles import Handle, submit, submit_split
+from rayloop.actors.handles import Handle, submit, submit_numbered
 from rayloop.actors.policy import LogprobGap, PolicyRank, assignments
 from rayloop.cluster.supervision.nodes import Nodes
 from rayloop.core.deadlines import until_stopped, with_deadline
@@ -32,10 +32,9 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-LOCAL = ("node", "fetch", "train")
-"""Calls that a rank may get twice: it answers them alone, and ``train`` only computes again after another ``fetch``."""
-ALONE = ("compare", "export")
-"""So are these where there is one rank. Among several, each takes part in a collective that the others may have finished."""
+LOCAL = ("node", "host", "fetch", "finish_save")
+"""Calls that a rank may run twice: it answers them without the other ranks. All others are numbered (``PolicyRank.numbered``),
+except for those by which the ranks meet, and those of the transport's sender."""
 PAUSE = 2.0
 """Seconds until a rank that could not be reached is asked again."""
 LOADING = 600.0
@@ -65,6 +64,7 @@ class PolicyGroup:
             nodes.add(self._evict)
         self.ranks: list[Handle[PolicyRank]] = []
         self._why = "there are no ranks"
+        self._number = 0  # of the last numbered call
 
     async def start(self) -> None:
         """Create the ranks and let them meet. If one is lost, the first call raises PolicyLost. Raises WorkerStartFailed."""
@@ -78,6 +78,7 @@ class PolicyGroup:
 
     async def _meet(self) -> None:
         self._gone.clear()
+        self._number = 0
         self.ranks = [self._spawn(rank) for rank in range(self.settings.ranks)]
         within = self._start_timeout
         if self._nodes is not None:  # before they load, so that it is known what a rank is lost with
@@ -141,12 +142,23 @@ class PolicyGroup:
 
     async def all(self, method: Callable[Concatenate[PolicyRank, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a method on all ranks with the same arguments. Returns the answers by rank; raises PolicyLost."""
-        asks = [partial(submit, rank, method, *args, **kwargs) for rank in self.ranks]
-        return await self._answers(method.__name__, asks)
+        name = method.__name__
+        if name in LOCAL:
+            return await self._answers(name, [partial(submit, rank, method, *args, **kwargs) for rank in self.ranks])
+        number = self._next()
+        asks = [partial(submit_numbered, rank, number, 1, method, *args, **kwargs) for rank in self.ranks]
+        return await self._answers(name, asks, again=True)
 
-    async def _answers(self, method: str, asks: Sequence[Callable[[], Ref[R]]], deadline: float | None = None) -> list[R]:
-        """One answer per rank, each asked by its function, within ``policy.step_timeout`` or ``deadline``. Raises PolicyLost, and
-        the first failure."""
+    def _next(self) -> int:
+        """The number of a call that goes to all ranks at once."""
+        self._number += 1
+        return self._number
+
+    async def _answers(
+        self, method: str, asks: Sequence[Callable[[], Ref[R]]], deadline: float | None = None, *, again: bool = False
+    ) -> list[R]:
+        """One answer per rank, each asked by its function, within ``policy.step_timeout`` or ``deadline``. ``again``: a rank that
+        could not be reached may be asked once more, as for ``LOCAL`` methods. Raises PolicyLost, and the first failure."""
         if not asks:
             raise PolicyLost(self._why)
         within = deadline or self.settings.step_timeout
@@ -160,7 +172,7 @@ class PolicyGroup:
                 return with_deadline(within, asked, what, ranks[rank], starts=starts)
 
             try:
-                if method in LOCAL or (method in ALONE and len(ranks) == 1):
+                if again or method in LOCAL:
                     return await self._reached(what, partial(answer, ref), lambda: answer(asks[rank]()))
                 return await answer(ref)
             except Exception as error:
@@ -214,11 +226,13 @@ class PolicyGroup:
 
     async def compare(self, payloads: Sequence[Ref[Trajectory]], *, swap_images: bool = False) -> LogprobGap:
         """The sampling engine's log-probs against the trainer's, over all sampled tokens. Raises WorkerLost when all are gone."""
-        together = self.settings.engine.sequence_parallel
+        together, number = self.settings.engine.sequence_parallel, self._next()
         asks = [
             partial(
-                submit,
+                submit_numbered,
                 handle,
+                number,
+                1,
                 PolicyRank.compare,
                 payloads[rank // together :: len(self.ranks) // together],
                 swap_images=swap_images,
@@ -226,7 +240,7 @@ class PolicyGroup:
             for rank, handle in enumerate(self.ranks)
         ]
         # The ranks of one sequence-parallel group return the same rows: those of one rank count.
-        rows = [row for part in (await self._answers("compare", asks))[::together] for row in part]
+        rows = [row for part in (await self._answers("compare", asks, again=True))[::together] for row in part]
 
         if not rows:
             raise WorkerLost(f"all {len(payloads)} trajectories to compare were lost with the nodes that held them")
@@ -238,15 +252,17 @@ class PolicyGroup:
 
     async def export(self, version: Version) -> WeightUpdate[Any]:
         """Gather the weights, or take what was sent. The update's source is a *reference*, owned by the driver."""
-        sources: dict[int, Ref[Any]] = {}
+        number, ranks, sources = self._next(), list(self.ranks), dict[int, Ref[Any]]()
 
-        def begin(number: int, rank: Handle[PolicyRank]) -> Ref[Any]:
-            manifest, *others = submit_split(rank, 2, PolicyRank.export, version)
-            sources[number] = others[-1]
-            return manifest
+        def begin(rank: int) -> Ref[Any]:
+            manifest, sources[rank] = submit_numbered(ranks[rank], number, 2, PolicyRank.export, version)
+            return cast(Ref[Any], manifest)
 
-        manifest, *_ = await self._answers("export", [partial(begin, *each) for each in enumerate(self.ranks)])
+        manifest, *_ = await self._answers("export", [partial(begin, rank) for rank in range(len(ranks))], again=True)
         assert manifest is not None, "the first rank gathers"
+        # The answer may hold all weights, which the object store has by now.
+        for rank in ranks:
+            submit(rank, PolicyRank.forget, number)
         return WeightUpdate(manifest, sources[0])
 
     async def ask(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -86,6 +86,7 @@ class Stage:
         folder.mkdir(exist_ok=True)
         policy = PolicyGroup(self.config.policy, lambda rank: None)
         policy.ranks = [LocalActor(self.rank)]
+        self.rank._called = 0  # each driver counts its calls from 1
         driver = made_driver(self.config, folder, resume, identity(self.config), Services(policy))
         driver.player = SimpleNamespace()  # type: ignore[assignment]
         return driver

@@ -27,7 +27,7 @@ class LocalMethod:
     def __init__(self, method: Any, returns: int = 1) -> None:
         self._method, self._returns = method, returns
 
-    def options(self, *, num_returns: int) -> LocalMethod:
+    def options(self, *, num_returns: int, name: str = "") -> LocalMethod:
         return LocalMethod(self._method, num_returns)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:

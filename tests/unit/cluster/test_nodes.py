@@ -256,7 +256,8 @@ def test_a_save_that_ends_after_its_ranks_were_taken_away_is_a_lost_policy(monke
     async def test() -> None:
         site = Site(monkeypatch)
         answer = asyncio.get_running_loop().create_future()
-        rank: Any = SimpleNamespace(save=SimpleNamespace(remote=lambda folder: answer))
+        save = SimpleNamespace(remote=lambda number, method, folder: answer)
+        rank: Any = SimpleNamespace(numbered=SimpleNamespace(options=lambda **_: save))
         group = PolicyGroup(PolicySettings(), lambda _: rank, nodes=site.nodes)
         group.ranks, group._places = [rank], ["a"]
         saving = asyncio.create_task(group.save("step_000001"))
